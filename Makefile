@@ -1,0 +1,85 @@
+# Every target makes its own environment in .venv; nothing needs to be set up before.
+#
+#   PYTHON       the interpreter that makes the environment             make PYTHON=python3.12 test
+#   CONSTRAINTS  versions to install under; empty for none              make CONSTRAINTS= test
+#   ARGS         more arguments for pytest                              make test ARGS="-k causal -x"
+#   WORKERS      how many processes share the tests, one thread each    make test WORKERS=4
+#   SENTENCE     what `make look` looks at                              make look SENTENCE="time flies like an arrow"
+
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+ARGS ?=
+WORKERS ?= 2
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip -qq --disable-pip-version-check --no-input
+INSTALL := $(PIP) install --progress-bar off $(if $(CONSTRAINTS),-c "$(CONSTRAINTS)")
+
+# Relative paths alone are used below, so the folder's own path may hold spaces.
+SHELL := /bin/sh
+.DELETE_ON_ERROR:
+.SUFFIXES:
+MAKEFLAGS += --no-builtin-rules
+.NOTPARALLEL:
+
+.PHONY: help look test lint bench clean
+
+help:
+	@echo "make look    show what the heads of a small layer attend to   (SENTENCE=\"...\")"
+	@echo "make test    run the tests                                    (ARGS=\"-k causal -x\", WORKERS=2)"
+	@echo "make lint    check style, formatting, import order of rooms, types"
+	@echo "make bench   measure the layer beside its peers"
+	@echo "make clean   remove build products and caches                 (the environment, .venv, stays)"
+
+# The core needs no NumPy, and torch remarks upon its absence.
+look: $(VENV)/.installed-core
+	@PYTHONWARNINGS='ignore:Failed to initialize NumPy' $(RUN) examples/look.py $${SENTENCE:+"$$SENTENCE"}
+
+test: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+# Every check runs, so that one run tells all there is to mend; the target fails if any of them did.
+lint: $(VENV)/.installed-lint
+	@failed=; \
+	check() { echo "== $$*"; "$$@" || failed="$$failed $$name"; }; \
+	name=ruff-check;   check $(RUN) -m ruff check .; \
+	name=ruff-format;  check $(RUN) -m ruff format --check .; \
+	name=lint-imports; check $(VENV)/bin/lint-imports --no-logo; \
+	name=pyright;      check $(RUN) -m pyright --pythonpath $(RUN); \
+	if [ -n "$$failed" ]; then echo "lint: failed:$$failed" >&2; exit 1; fi
+
+bench: $(VENV)/.installed-bench
+	$(RUN) benchmarks/layer.py
+
+clean:
+	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment. One that is there is kept if its Python is new enough and has pip. A stamp stands for each finished
+# installation, so that only a change to what is asked for installs again.
+
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 10))
+
+$(VENV)/.created:
+	@if $(RUN) -c '$(NEW_ENOUGH)' 2>/dev/null && $(RUN) -m pip --version >/dev/null 2>&1; then exit 0; fi; \
+	if ! $(PYTHON) -c '$(NEW_ENOUGH)'; then \
+	  echo "PYTHON: expected Python 3.10 or newer, received $(PYTHON);" \
+	       "remedy: name another, as in: make PYTHON=python3.12 test" >&2; exit 1; fi; \
+	echo "Making an environment in $(VENV)"; \
+	if ! $(PYTHON) -m venv --clear $(VENV); then rm -rf $(VENV); \
+	  echo "PYTHON: expected '$(PYTHON) -m venv' to work, and it did not;" \
+	       "remedy: install venv (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; fi
+	@touch $@
+
+# torch comes first and alone, so that no other package chooses its version.
+$(VENV)/.installed-core: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
+	@echo "Installing torch and regard into $(VENV) (once; torch is large)"
+	@$(INSTALL) torch
+	@$(INSTALL) -e .
+	@touch $@
+
+$(VENV)/.installed-%: $(VENV)/.installed-core
+	@echo "Installing what 'make $*' needs into $(VENV) (once)"
+	@$(INSTALL) -e '.[$*]'
+	@touch $@

@@ -1,0 +1,23 @@
+"""regard: multi-head attention that you can see into."""
+
+from regard import cache, configurations, kernels, masks, positions
+from regard.attention import attend, attention_weights, explain
+from regard.cache import KVCache, RollingCache
+from regard.layer import AttentionBlock, MultiHeadAttention
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionBlock",
+    "KVCache",
+    "MultiHeadAttention",
+    "RollingCache",
+    "attend",
+    "attention_weights",
+    "cache",
+    "configurations",
+    "explain",
+    "kernels",
+    "masks",
+    "positions",
+]

@@ -1,0 +1,228 @@
+"""Attention as functions: `attend`, `attention_weights`, `explain`. Checks what the caller gave, picks a kernel, and never
+lets the choice change the answer.
+
+Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from regard import kernels
+from regard.errors import bad_type, bad_value, shape_of
+from regard.kernels import Call, reference
+from regard.kernels.dropout import Dropout, new_seed
+from regard.masks import Mask, as_mask
+from regard.positions import Alibi, Bias, RelativeBias, as_biases
+
+__all__ = ["BiasLike", "attend", "attention_weights", "explain"]
+
+BiasLike: TypeAlias = Tensor | Bias | Alibi | RelativeBias | Sequence["BiasLike"]
+
+_FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: BiasLike | None = None,
+    positions: Tensor | int | None = None,
+    key_positions: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    generator: torch.Generator | None = None,
+    kernel: str = "auto",
+) -> Tensor:
+    """Scaled dot-product attention of every head: softmax(q k^T * scale) v.
+
+    Args:
+        q: queries (B, H, N, D).
+        k: keys (B, G, M, D); H is a multiple of G, and query head i uses kv head i // (H // G).
+        v: values (B, G, M, E).
+        mask: who may see whom: a `regard.masks` object, or a boolean tensor (True = may attend) of shape (N, M),
+            (B, N, M) or (B, H, N, M).
+        bias: added to the scores: a tensor (N, M) or (B, H, N, M), axes of 1 allowed, with gradient if it wants one; a
+            bias object (`positions.Alibi`, `positions.RelativeBias`); or a list of them.
+        positions: where the queries stand, (N,) or (B, N), or the first one's position. By default the last query
+            stands at the last key.
+        key_positions: where the keys stand, (M,) or (B, M); 0..M-1 by default.
+        scale: D ** -0.5 by default.
+        softcap: scores become softcap * tanh(scores / softcap).
+        sinks: (H,) logits that take part in each row's denominator and hold no value.
+        dropout: probability that a weight is dropped. A function does not know about training: pass 0 in evaluation.
+        generator: where dropout's seed comes from; torch's default one else.
+        kernel: "auto", or one of `regard.kernels.available()`; one that cannot serve raises and says why.
+
+    Returns:
+        (B, H, N, E). A query that may see nothing gets 0.
+
+    >>> import regard
+    >>> q, k, v = (torch.randn(2, 3, 5, 7) for _ in range(3))
+    >>> attend(q, k, v, mask=regard.masks.Causal()).shape
+    torch.Size([2, 3, 5, 7])
+    """
+    if has_torch_function((q, k, v)):
+        return handle_torch_function(
+            attend, (q, k, v), q, k, v, mask=mask, bias=bias, positions=positions, key_positions=key_positions, scale=scale,
+            softcap=softcap, sinks=sinks, dropout=dropout, generator=generator, kernel=kernel,
+        )  # fmt: skip
+    call = prepare(
+        q, k, v, mask=mask, bias=bias, positions=positions, key_positions=key_positions, scale=scale, softcap=softcap,
+        sinks=sinks, dropout=dropout, generator=generator,
+    )  # fmt: skip
+    chosen = kernels.choose(kernel, call)
+    if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
+        return chosen.output(call)
+    with torch.autocast(q.device.type, enabled=False):  # the dtypes are chosen: nothing within shall change them
+        return chosen.output(call)
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: BiasLike | None = None,
+    positions: Tensor | int | None = None,
+    key_positions: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    stage: str = "weights",
+) -> Tensor:
+    """The weights themselves, (B, H, N, M): the only place that builds them. Before dropout; rows sum to 1 (below 1
+    with sinks, 0 where a query may see nothing).
+
+    `stage` gives an earlier step: "scaled", "capped" (after the softcap), "biased" (with bias, and -inf where masked).
+
+    >>> q = torch.tensor([[[[1.0]]]]); k = torch.tensor([[[[0.0], [1.0]]]])
+    >>> attention_weights(q, k)[0, 0, 0]  # [1, e] / (1 + e)
+    tensor([0.2689, 0.7311])
+    """
+    if stage not in reference.STAGES:
+        raise bad_value("stage", expected=f"one of {reference.STAGES}", received=repr(stage))
+    call = prepare(
+        q, k, k, mask=mask, bias=bias, positions=positions, key_positions=key_positions, scale=scale, softcap=softcap,
+        sinks=sinks,
+    )  # fmt: skip
+    device = q.device.type if q.device.type != "meta" else "cpu"
+    with torch.autocast(device, enabled=False):
+        result = reference.weights(call)[0] if stage == "weights" else reference.scores(call, stage)
+    return result.to(call.q.dtype)
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: Any) -> str:
+    """Which kernel `attend` would use for these arguments, and why not the others.
+
+    >>> q = torch.randn(1, 2, 3, 5)
+    >>> print(explain(q, q, q, dropout=0.1))
+    fused: no, it draws dropout by a generator of its own, and falls back to the N x M matrix for it
+    blockwise: chosen
+    reference: could serve, but blockwise is faster
+    """
+    return kernels.explain(kernel, prepare(q, k, v, **options))
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: BiasLike | None = None,
+    positions: Tensor | int | None = None,
+    key_positions: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Call:
+    """Check what the caller gave and lower it to a `Call`."""
+    _check_tensors(q, k, v)
+    device = q.device
+    if device.type != "meta" and torch.is_autocast_enabled(device.type) and q.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(device.type)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    batch, heads, n, _ = q.shape
+    m = k.shape[2]
+    if mask is not None:
+        mask = as_mask(mask)
+        mask.check(batch, heads, n, m)
+    biases = as_biases(bias) if bias is not None else ()
+    for one in biases:
+        one.check(batch, heads, n, m)
+    q_start = m - n
+    if key_positions is not None:
+        key_positions = _positions("key_positions", key_positions, batch, m)
+        if positions is None:
+            if n > m:
+                raise bad_value("positions", expected="the queries' own, for there are more of them than keys",
+                                received=f"key_positions alone, with {n} queries and {m} keys")  # fmt: skip
+            positions = key_positions[:, m - n :]
+    if isinstance(positions, Tensor):
+        positions = _positions("positions", positions, batch, n)
+    elif positions is not None:
+        q_start, positions = positions, None
+    if scale is None:
+        scale = q.shape[3] ** -0.5 if q.shape[3] else 1.0
+    if softcap is not None and not softcap > 0:
+        raise bad_value("softcap", expected="a positive number, or None for no cap", received=softcap)
+    if sinks is not None:
+        if sinks.shape != (heads,):
+            raise bad_value("sinks", expected=f"shape (H,) = ({heads},)", received=f"shape {shape_of(sinks)}")
+        sinks = sinks[None]
+    dropped = None
+    if dropout:
+        if not 0.0 <= dropout <= 1.0:
+            raise bad_value("dropout", expected="a probability from 0 to 1", received=dropout)
+        dropped = Dropout.of(float(dropout), new_seed(generator, device), batch, heads, n, m)
+    return Call(
+        q, k, v, float(scale), q_start, None if softcap is None else float(softcap), mask, biases, positions, key_positions,
+        sinks, dropped,
+    )  # fmt: skip
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if not (q.dim() == k.dim() == v.dim() == 4):
+        raise bad_value("q, k, v", expected="q (B, H, N, D), k (B, G, M, D), v (B, G, M, E)",
+                        received=f"{shape_of(q)}, {shape_of(k)}, {shape_of(v)}",
+                        remedy="heads have an axis of their own: x.unflatten(-1, (heads, -1)).transpose(1, 2)")  # fmt: skip
+    if not (q.dtype == k.dtype == v.dtype and q.dtype in _FLOATS):
+        raise bad_type("q, k, v", expected="one dtype of float32, bfloat16, float16, float64",
+                       received=f"{q.dtype}, {k.dtype}, {v.dtype}", remedy="convert them with .to(q.dtype)")  # fmt: skip
+    if not (q.device == k.device == v.device):
+        raise bad_value("q, k, v", expected="one device", received=f"{q.device}, {k.device}, {v.device}",
+                        remedy="move them with .to(q.device)")  # fmt: skip
+    batch, heads, _, width = q.shape
+    groups = k.shape[1]
+    if k.shape[0] != batch or v.shape[0] != batch:
+        raise bad_value("q, k, v", expected="one batch size", received=f"{shape_of(q)}, {shape_of(k)}, {shape_of(v)}",
+                        remedy="share keys over a batch by k.expand(B, -1, -1, -1), which copies nothing")  # fmt: skip
+    if k.shape[3] != width:
+        raise bad_value("q, k", expected="the same head width D", received=f"{width} and {k.shape[3]}")
+    if k.shape[1:3] != v.shape[1:3]:
+        raise bad_value("k, v", expected="the same heads and length (B, G, M)", received=f"{shape_of(k)}, {shape_of(v)}")
+    if groups == 0 or heads % groups:
+        raise bad_value("kv heads", expected=f"a divisor of the {heads} query heads", received=groups)
+
+
+def _positions(what: str, positions: Tensor, batch: int, length: int) -> Tensor:
+    """(1|B, length) integers."""
+    if positions.is_floating_point() or positions.dtype is torch.bool:
+        raise bad_type(what, expected="an integer tensor", received=f"dtype {positions.dtype}")
+    if positions.dim() == 1:
+        positions = positions[None]
+    if positions.dim() != 2 or positions.shape[0] not in (1, batch) or positions.shape[1] != length:
+        raise bad_value(what, expected=f"shape ({length},) or ({batch}, {length})", received=f"shape {shape_of(positions)}")
+    return positions

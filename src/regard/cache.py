@@ -1,0 +1,304 @@
+"""What was seen before: keys and values of earlier tokens, one cache per layer, passed in and updated in place.
+
+`KVCache` grows and keeps everything. `RollingCache` is bounded: it keeps the first few tokens and the last `window`.
+
+A layer asks a cache three things: `append` new keys and values and get all of them back; how the slots are numbered
+(`Slots`), so that masks and rotary know where everything stands; and, afterwards, to `settle`.
+
+Letters: B batch, G kv heads, N new tokens, M slots after appending, D head width of keys, E head width of values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from regard.errors import bad_type, bad_value, shape_of
+from regard.masks import Causal, Mask, Padding, Prefix, Window
+
+__all__ = ["KVCache", "RollingCache", "Slots"]
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Where the tokens of one call stand, and what the cache itself hides.
+
+    Numbers are None where they are contiguous: keys 0..M-1, the last query at the last key.
+    """
+
+    mask: Mask | None = None
+    positions: Tensor | None = None  # (N,) or (B, N)
+    key_positions: Tensor | None = None  # (M,) or (B, M)
+    # Where set: queries meet the first `sinks` keys as if they stood at `last` at most
+    sinks: int = 0
+    last: int = 0
+
+
+class KVCache:
+    """Keys and values that grow as tokens come, by doubling: a token costs O(1) on average, never a copy of all.
+
+    Args:
+        capacity: room to start with, in tokens (it grows all the same).
+        limit: the most tokens it may hold; one more raises. No limit by default.
+        once: keep the first keys and values for good: those of cross attention are computed in the first call only.
+
+    Rows of different lengths: append padded on the right, then `truncate(lengths)`; each row goes on at its own length.
+
+    >>> cache = KVCache()
+    >>> keys, values = cache.append(torch.ones(1, 2, 3, 5), torch.ones(1, 2, 3, 5))
+    >>> keys, values = cache.append(torch.ones(1, 2, 1, 5), torch.ones(1, 2, 1, 5))
+    >>> len(cache), keys.shape
+    (4, torch.Size([1, 2, 4, 5]))
+    """
+
+    before_rotary: ClassVar[bool] = False  # keys come already turned
+
+    def __init__(self, capacity: int = 0, *, limit: int | None = None, once: bool = False) -> None:
+        if capacity < 0 or (limit is not None and limit < max(capacity, 1)):
+            raise bad_value("KVCache", expected="a capacity of at least 0 and a limit not below it",
+                            received=f"capacity={capacity}, limit={limit}")  # fmt: skip
+        self.capacity, self.limit, self.once = capacity, limit, once
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self._length = 0
+        self._lengths: Tensor | None = None  # (B,), only where rows differ
+        self._positions: Tensor | None = None  # (1|B, M), only where the caller gave positions
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """Tokens held per row, (B,); None before the first."""
+        if self._keys is None:
+            return None
+        if self._lengths is not None:
+            return self._lengths
+        return torch.full((self._keys.shape[0],), self._length, device=self._keys.device)
+
+    @property
+    def keys(self) -> Tensor | None:
+        """(B, G, M, D)"""
+        return None if self._keys is None else self._keys[:, :, : self._length]
+
+    @property
+    def values(self) -> Tensor | None:
+        """(B, G, M, E)"""
+        return None if self._values is None else self._values[:, :, : self._length]
+
+    @property
+    def complete(self) -> bool:
+        """Whether keys and values are there for good and need not be computed again."""
+        return self.once and self._length > 0
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys (B, G, N, D) and values (B, G, N, E); returns all of them, (B, G, M, D) and (B, G, M, E).
+
+        What is returned is a view: valid until the cache next changes.
+        """
+        if self.complete:
+            raise bad_value("KVCache(once=True)", expected="one append", received="a second one",
+                            remedy="clear() it, or use KVCache()")  # fmt: skip
+        new = keys.shape[2]
+        self._check(keys, values)
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            raise bad_value("cache", expected="keys and values without gradient", received="some that require it",
+                            remedy="a cache is for inference: use torch.no_grad() or torch.inference_mode()")  # fmt: skip
+        end = self._length + new
+        if self.limit is not None and end > self.limit:
+            raise bad_value("cache", expected=f"at most {self.limit} tokens", received=f"{self._length} held and {new} new",
+                            remedy="a larger limit, truncate(), or RollingCache, which forgets")  # fmt: skip
+        self._reserve(keys, values, end)
+        assert self._keys is not None and self._values is not None
+        if self._lengths is None:
+            self._keys[:, :, self._length : end] = keys
+            self._values[:, :, self._length : end] = values
+        else:  # each row goes on where it ends
+            slots = self._lengths[:, None] + torch.arange(new, device=keys.device)  # (B, N)
+            row = torch.arange(keys.shape[0], device=keys.device)[:, None]
+            self._keys[row, :, slots] = keys.transpose(1, 2)
+            self._values[row, :, slots] = values.transpose(1, 2)
+            self._lengths = self._lengths + new
+        self._length = end
+        return self._keys[:, :, :end], self._values[:, :, :end]
+
+    def number(self, new: int, positions: Tensor | None = None) -> Slots:
+        """Where the `new` tokens of a call and all M keys stand. Asked before `append`.
+
+        Given positions (N,) or (B, N) are remembered, so that later queries know where these keys stood.
+        """
+        if positions is not None or self._positions is not None:
+            if self._lengths is not None:
+                raise bad_value("positions", expected="none: rows of different lengths are numbered by the cache",
+                                received="positions for a cache after truncate(lengths)")  # fmt: skip
+            before = self._positions
+            if before is None:
+                device = None if positions is None else positions.device
+                before = torch.arange(self._length, device=device)[None]
+            if positions is None:
+                positions = before[:, -1:] + 1 + torch.arange(new, device=before.device)
+            rows = positions if positions.dim() == 2 else positions[None]
+            batch = max(before.shape[0], rows.shape[0])
+            self._positions = torch.cat([before.expand(batch, -1), rows.expand(batch, -1)], dim=1)
+            return Slots(positions=rows, key_positions=self._positions)
+        if self._lengths is None:
+            return Slots()
+        positions = self._lengths[:, None] + torch.arange(new, device=self._lengths.device)
+        return Slots(mask=Padding(lengths=self._lengths + new), positions=positions)
+
+    def settle(self) -> None:
+        """After a call: nothing to forget."""
+
+    def truncate(self, length: int | Tensor) -> None:
+        """Forget all but the first `length` tokens; with a tensor (B,), of each row its own number.
+
+        >>> cache = KVCache()
+        >>> _ = cache.append(torch.ones(2, 1, 4, 3), torch.ones(2, 1, 4, 3))
+        >>> cache.truncate(torch.tensor([4, 2]))
+        >>> cache.lengths.tolist()
+        [4, 2]
+        """
+        if isinstance(length, Tensor):
+            held = self.lengths
+            if held is None or length.shape != held.shape:
+                raise bad_value("truncate", expected="a length per row, (B,)", received=f"shape {shape_of(length)}")
+            if bool(((length < 0) | (length > held)).any()):
+                raise bad_value("truncate", expected=f"lengths from 0 to those held, {held.tolist()}",
+                                received=length.tolist())  # fmt: skip
+            if self._positions is not None:
+                raise bad_value("truncate", expected="one length: this cache was given positions",
+                                received="a length per row", remedy="hide slots with masks.Padding(keep=...)")  # fmt: skip
+            self._length = int(length.max()) if length.numel() else 0
+            self._lengths = length.to(held)
+            return
+        if not 0 <= length <= self._length:
+            raise bad_value("truncate", expected=f"a length from 0 to {self._length}", received=length)
+        self._length = length
+        if self._lengths is not None:
+            self._lengths = self._lengths.clamp(max=length)
+            self._length = int(self._lengths.max())
+        if self._positions is not None:
+            self._positions = self._positions[:, :length]
+
+    def reorder(self, rows: Tensor) -> None:
+        """Take rows (B',) of the batch in this order: beam search continues row `rows[b]` as row b."""
+        if self._keys is None or self._values is None:
+            return
+        self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
+        if self._lengths is not None:
+            self._lengths = self._lengths.index_select(0, rows)
+        if self._positions is not None and self._positions.shape[0] > 1:
+            self._positions = self._positions.index_select(0, rows)
+
+    def _check(self, keys: Tensor, values: Tensor) -> None:
+        if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
+            raise bad_value("cache", expected="keys (B, G, N, D) and values (B, G, N, E)",
+                            received=f"{shape_of(keys)} and {shape_of(values)}")  # fmt: skip
+        for what, held, new in (("keys", self._keys, keys), ("values", self._values, values)):
+            if held is None:
+                continue
+            if held.shape[:2] != new.shape[:2] or held.shape[3] != new.shape[3]:
+                raise bad_value(f"cached {what}", expected=f"batch, heads and width {(*held.shape[:2], held.shape[3])}",
+                                received=f"{(*new.shape[:2], new.shape[3])}", remedy="one cache per layer and batch")  # fmt: skip
+            if held.dtype != new.dtype or held.device != new.device:
+                raise bad_type(f"cached {what}", expected=f"{held.dtype} on {held.device}",
+                               received=f"{new.dtype} on {new.device}", remedy="clear() the cache")  # fmt: skip
+
+    def _reserve(self, keys: Tensor, values: Tensor, length: int) -> None:
+        """Room for `length` tokens: twice as much as now, where it has to grow."""
+        room = 0 if self._keys is None else self._keys.shape[2]
+        if self._keys is not None and length <= room:
+            return
+        room = max(length, 2 * room, self.capacity)
+        room = room if self.limit is None else min(room, self.limit)
+        held = self._length
+        grown = [like.new_empty(*like.shape[:2], room, like.shape[3]) for like in (keys, values)]
+        if self._keys is not None and self._values is not None:
+            grown[0][:, :, :held] = self._keys[:, :, :held]
+            grown[1][:, :, :held] = self._values[:, :, :held]
+        self._keys, self._values = grown
+
+    def __repr__(self) -> str:
+        held = "" if self._keys is None else f", batch {self._keys.shape[0]}, room {self._keys.shape[2]}"
+        return f"{type(self).__name__}({self._length} tokens{held})"
+
+
+class RollingCache:
+    """Bounded: the first `keep_first` tokens and the last `window` (Xiao et al. 2023), for generation without end.
+
+    Keys are stored *before* rotary and slots are numbered 0, 1, 2, ..., so positions never pass `keep_first + window`
+    however long the text. A query sees the first `keep_first` tokens and the `window` tokens that end at itself,
+    whether tokens come one by one or many at once: a chunk attends before it evicts.
+    """
+
+    before_rotary: ClassVar[bool] = True
+    complete: ClassVar[bool] = False
+
+    def __init__(self, window: int, keep_first: int = 4) -> None:
+        if window < 1 or keep_first < 0:
+            raise bad_value("RollingCache", expected="a window of at least 1 and keep_first of at least 0",
+                            received=f"window={window}, keep_first={keep_first}")  # fmt: skip
+        self.window, self.keep_first = window, keep_first
+        self._store = KVCache()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._store.clear()
+        self.seen = 0  # tokens ever appended
+
+    def __len__(self) -> int:
+        return len(self._store)
+
+    @property
+    def keys(self) -> Tensor | None:
+        """(B, G, M, D), before rotary"""
+        return self._store.keys
+
+    @property
+    def values(self) -> Tensor | None:
+        """(B, G, M, E)"""
+        return self._store.values
+
+    def number(self, new: int, positions: Tensor | None = None) -> Slots:
+        """Where the `new` tokens and all slots stand. Asked before `append`."""
+        if positions is not None:
+            raise bad_value("positions", expected="none: a RollingCache numbers its slots itself", received="a tensor",
+                            remedy="KVCache takes positions")  # fmt: skip
+        # Slots are contiguous numbers, and so are the queries: the window between them is right as it is. Only the
+        # distance to the first tokens is not: it stays what it would be had the tokens come one by one.
+        mask = Window(self.window) | (Causal() & Prefix(self.keep_first)) if self.keep_first else Window(self.window)
+        last = self.keep_first + self.window - 1
+        if not self.keep_first or len(self) + new - 1 <= last:
+            return Slots(mask=mask)
+        return Slots(mask=mask, sinks=self.keep_first, last=last)
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add keys (B, G, N, D) before rotary and values (B, G, N, E); returns all that are held."""
+        self.seen += keys.shape[2]
+        return self._store.append(keys, values)
+
+    def settle(self) -> None:
+        """After a call: forget what no later query can see. The next one sees itself and `window - 1` before it."""
+        first, last = self.keep_first, self.keep_first + self.window - 1
+        spare = len(self) - last
+        if spare <= 0:
+            return
+        for held in (self._store._keys, self._store._values):
+            assert held is not None
+            held[:, :, first:last] = held[:, :, first + spare : last + spare].clone()
+        self._store.truncate(last)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Take rows (B',) of the batch in this order, for beam search."""
+        self._store.reorder(rows)
+
+    def __repr__(self) -> str:
+        return f"RollingCache(window={self.window}, keep_first={self.keep_first}, holds {len(self)} of {self.seen} tokens)"

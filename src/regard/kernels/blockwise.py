@@ -1,0 +1,378 @@
+"""Everything the signature offers, on any device, forward and backward, in O(N) memory: torch alone, strip by strip.
+
+A *strip* is a few query rows against all the keys that they may see. Its scores are computed, exponentiated, used and
+forgotten; only the output and the log-sum-exp of each row stay. The backward pass computes them again from these:
+
+            keys the strip may see                     forward          s = q k^T,  p = exp(s - lse),  out = p v
+        ┌──────────────┬──────┐                        backward         dp = dout v^T,  ds = p (dp - rowsum(dout out))
+   rows │ visible      │partly│ hidden: never computed                  dq = ds k,  dk += ds^T q,  dv += p^T dout
+        └──────────────┴──────┘
+
+Exponentials are taken in base 2 (log2 e is folded into the scale of q), for exp2 costs a CPU a third of exp.
+
+Letters: B batch, H query heads, G kv heads, R = H / G query heads per kv head, N queries, M keys, D head width of q and k,
+E head width of v; in a chunk of c batch items and g kv heads, n rows and m keys of one strip.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from regard.kernels import operators
+from regard.kernels.call import Call
+from regard.positions import Bias, DenseBias
+
+__all__ = ["forward", "name", "output", "why_not"]
+
+name = "blockwise"
+
+LOG2_E = math.log2(math.e)
+STRIP = 2**19  # scores computed at a time: about what the caches of a few cores hold
+TILE = 128  # keys per tile of the survey that finds what is hidden
+FEWEST_ROWS = 64  # below this a matrix product no longer runs at speed
+
+
+def why_not(call: Call) -> str | None:
+    return None
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    return run(call)
+
+
+def output(call: Call) -> Tensor:
+    return run(call)[0]
+
+
+@dataclass
+class _Strip:
+    """Rows, the runs of keys that they may see, and where among those some pairs are hidden."""
+
+    rows: slice
+    runs: list[slice]
+    partly: list[tuple[slice, slice]] = field(default_factory=list)  # (in the strip, in the key tensor)
+
+    @property
+    def width(self) -> int:
+        return sum(run.stop - run.start for run in self.runs)
+
+
+@dataclass
+class _Chunk:
+    """Some batch items and kv heads, with their keys (c * g, M, D) and values (c * g, M, E) ready to multiply."""
+
+    call: Call
+    batch: slice
+    groups: slice
+    heads: slice
+    keys: Tensor
+    values: Tensor
+    strips: list[_Strip]
+    careful: bool  # keys or values hold NaN or inf: what is hidden must not leak through 0 * NaN
+
+    @property
+    def count(self) -> int:
+        return self.keys.shape[0]
+
+    def by_group(self, x: Tensor) -> Tensor:
+        """(c, g * R, n, X) -> (c * g, R * n, X)"""
+        return x.reshape(self.count, -1, x.shape[-1])
+
+    def by_head(self, x: Tensor) -> Tensor:
+        """(c * g, R * n, X) -> (c, g * R, n, X)"""
+        heads = self.heads.stop - self.heads.start
+        return x.view(self.batch.stop - self.batch.start, heads, -1, x.shape[-1])
+
+    def queries(self, strip: _Strip) -> Tensor:
+        """The strip's queries, scaled: (c * g, R * n, D)."""
+        call = self.call
+        factor = call.scale * LOG2_E if call.softcap is None else call.scale / call.softcap
+        q = call.q[self.batch, self.heads, strip.rows].to(call.dtype)
+        return self.by_group(q * factor)
+
+    def scores(self, strip: _Strip, q: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Scores in base 2 with bias and mask, (c * g, R * n, m); and tanh of the softcap, which backward needs."""
+        call = self.call
+        s = torch.bmm(q, _select(self.keys, strip.runs).mT)
+        capped = None
+        if call.softcap is not None:
+            capped = s.tanh_()
+            s = capped * (call.softcap * LOG2_E)
+        view = self.by_head(s)
+        for bias in call.biases:
+            view.add_(self.bias(bias, strip), alpha=LOG2_E)
+        for part, cols in strip.partly:
+            assert call.mask is not None
+            visible = call.mask.block(call.tile(self.batch, strip.rows, cols))
+            visible = visible[:, self.heads] if visible.shape[1] > 1 else visible
+            if self.careful:
+                view[..., part].masked_fill_(~visible, float("-inf"))
+            else:  # log(1) = 0, log(0) = -inf: adding is many times faster than masked_fill on a CPU
+                view[..., part].add_(visible.to(s.dtype).log2_())
+        return s, capped
+
+    def bias(self, bias: Bias, strip: _Strip) -> Tensor:
+        """A bias's block, broadcastable to (c, g * R, n, m)."""
+        if isinstance(bias, DenseBias):
+            parts = [bias.part(self.batch, strip.rows, cols) for cols in strip.runs]
+            block = parts[0] if len(parts) == 1 or bias.weight.shape[3] == 1 else torch.cat(parts, -1)
+        else:
+            q_positions, k_positions = self.positions(strip)
+            block = _of_batch(bias, self.batch).block(q_positions, k_positions)
+        return (block[:, self.heads] if block.shape[1] > 1 else block).to(self.call.dtype)
+
+    def positions(self, strip: _Strip) -> tuple[Tensor, Tensor]:
+        """Where the strip's queries (1|c, n) and its visible keys (1|c, m) stand."""
+        keys = [self.call.keys_positions(cols, self.batch) for cols in strip.runs]
+        return self.call.query_positions(strip.rows, self.batch), keys[0] if len(keys) == 1 else torch.cat(keys, -1)
+
+    def kept(self, strip: _Strip) -> Tensor:
+        """Dropout's 1 and 0: (c * g, R * n, m)."""
+        assert self.call.dropout is not None
+        cols = strip.runs[0] if len(strip.runs) == 1 else torch.cat([_numbers(run, self.keys) for run in strip.runs])
+        kept = self.call.dropout.block(self.batch, self.heads, strip.rows, cols, self.call.dtype)
+        return kept.view(self.count, -1, strip.width)
+
+    def sinks(self, strip: _Strip) -> Tensor:
+        """The sinks in base 2, one per row: (c * g, R * n, 1)."""
+        assert self.call.sinks is not None
+        sinks = _rows_of(self.call.sinks, self.batch)[:, self.heads, None, None].to(self.call.dtype) * LOG2_E
+        c, rows = self.batch.stop - self.batch.start, strip.rows.stop - strip.rows.start
+        return self.by_group(sinks.expand(c, -1, rows, 1))
+
+    def weigh(self, p: Tensor, strip: _Strip) -> Tensor:
+        """p v, (c * g, R * n, E). What has no weight does not count, not even a NaN."""
+        values = _select(self.values, strip.runs)
+        if not self.careful:
+            return torch.bmm(p, values)
+        broken = ~values.isfinite()
+        reached = torch.bmm((p != 0).to(p.dtype), broken.to(p.dtype)) > 0
+        return torch.bmm(p, values.masked_fill(broken, 0.0)).masked_fill_(reached, float("nan"))
+
+
+def _forward(call: Call, height: int, width: int) -> tuple[Tensor, Tensor]:
+    out, lse = operators.new_output(call.q, call.v)
+    lowest = torch.finfo(call.dtype).min
+    for chunk in _chunks(call, height, width):
+        for strip in chunk.strips:
+            where = (chunk.batch, chunk.heads, strip.rows)
+            if not strip.runs:
+                out[where] = 0.0
+                lse[where] = float("-inf") if call.sinks is None else chunk.by_head(chunk.sinks(strip))[..., 0] / LOG2_E
+                continue
+            p, _ = chunk.scores(strip, chunk.queries(strip))
+            # An empty row's maximum is -inf; the lowest number in its place keeps -inf - -inf from becoming NaN.
+            top = p.amax(-1, keepdim=True).clamp_(min=lowest)
+            if call.sinks is not None:
+                sink = chunk.sinks(strip)
+                top = torch.maximum(top, sink)
+            p.sub_(top).exp2_()
+            total = p.sum(-1, keepdim=True)
+            if call.sinks is not None:
+                total += (sink - top).exp2_()
+            lse[where] = chunk.by_head(top + total.log2())[..., 0] / LOG2_E
+            factor = 1.0
+            if call.dropout is not None:
+                p.mul_(chunk.kept(strip))
+                factor = call.dropout.kept
+            total.masked_fill_(total == 0, 1.0)  # an empty row: 0 / 1, not 0 / 0
+            out[where] = chunk.by_head(chunk.weigh(p, strip).mul_(factor / total))
+    return out, lse
+
+
+def _backward(
+    call: Call, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, wanted: list[bool], height: int, width: int
+) -> list[Tensor]:
+    biases = call.biases
+    want_q, want_k, want_v, *others = wanted
+    want_sinks = others.pop(0) if call.sinks is not None else False
+    dq, dk, dv = (torch.empty_like(x) if want else None for x, want in zip((call.q, call.k, call.v), wanted, strict=False))
+    d_sinks = torch.zeros_like(call.sinks, dtype=call.dtype) if want_sinks and call.sinks is not None else None
+    d_biases = [
+        torch.zeros_like(b.weight, dtype=call.dtype) if want else None for b, want in zip(biases, others, strict=True)
+    ]
+    kept = 1.0 if call.dropout is None else call.dropout.kept
+    for chunk in _chunks(call, height, width):
+        dk_sum = torch.zeros_like(chunk.keys) if want_k else None
+        dv_sum = torch.zeros_like(chunk.values) if want_v else None
+        for strip in chunk.strips:
+            where = (chunk.batch, chunk.heads, strip.rows)
+            g = d_out[where].to(call.dtype)
+            # rowsum(p * dp) without p: it is rowsum(out * dout), dropout or not
+            delta = (out[where].to(call.dtype) * g).sum(-1, keepdim=True) - d_lse[where][..., None]
+            rows_lse = lse[where][..., None]
+            if d_sinks is not None and call.sinks is not None:
+                sinks = _rows_of(call.sinks, chunk.batch)[:, chunk.heads, None, None].to(call.dtype)
+                weight = (sinks - rows_lse).exp_()
+                _sum_into(_rows_of(d_sinks, chunk.batch)[:, chunk.heads], -(weight * delta).sum((2, 3)))
+            if not strip.runs:
+                if dq is not None:
+                    dq[where] = 0.0
+                continue
+            g, delta = chunk.by_group(g), chunk.by_group(delta)
+            base = chunk.by_group(rows_lse).mul(LOG2_E)
+            base.masked_fill_(base.isneginf(), float("inf"))  # an empty row: exp2(-inf - inf) = 0
+            q = chunk.queries(strip)
+            p, capped = chunk.scores(strip, q)
+            p.sub_(base).exp2_()
+            values, keys = _select(chunk.values, strip.runs), _select(chunk.keys, strip.runs)
+            if chunk.careful:
+                values, keys = (x.masked_fill(~x.isfinite(), 0.0) for x in (values, keys))
+            ds = torch.bmm(g, values.mT)
+            if call.dropout is not None:
+                dropped = chunk.kept(strip)
+                ds.mul_(dropped).mul_(kept)
+                if dv_sum is not None:
+                    _add_product(dv_sum, strip.runs, dropped.mul_(p), g, kept)
+            elif dv_sum is not None:
+                _add_product(dv_sum, strip.runs, p, g, 1.0)
+            ds.sub_(delta).mul_(p)
+            for bias, into in zip(biases, d_biases, strict=True):
+                if into is not None:
+                    _add_bias_gradient(chunk, strip, bias, chunk.by_head(ds), into)
+            if capped is not None:
+                ds.mul_(capped.square_().neg_().add_(1.0))
+            if dk_sum is not None:  # q carries scale * log2(e) or scale / softcap: take the surplus out again
+                _add_product(dk_sum, strip.runs, ds, q, 1 / LOG2_E if call.softcap is None else call.softcap)
+            if dq is not None:
+                dq[where] = chunk.by_head(torch.bmm(ds, keys).mul_(call.scale))
+        for into, total in ((dk, dk_sum), (dv, dv_sum)):
+            if into is not None and total is not None:
+                part = into[chunk.batch, chunk.groups]
+                part.copy_(total.view(part.shape))
+    sums = [(d_sinks, call.sinks), *((d, b.weight) for d, b in zip(d_biases, biases, strict=True))]
+    given = [torch.empty_like(like).copy_(total) for total, like in sums if total is not None and like is not None]
+    return [x for x in (dq, dk, dv) if x is not None] + given
+
+
+def _chunks(call: Call, height: int, width: int) -> Iterator[_Chunk]:
+    """Cut a call into chunks of batch items and kv heads, and each into strips of at most about STRIP scores."""
+    batch, heads, queries, keys = call.shape
+    groups = call.k.shape[1]
+    if not (batch and heads and queries):
+        return
+    shared = heads // groups
+    one = shared * max(keys, 1)  # scores of one row of one kv head
+    rows = height or min(queries, max(FEWEST_ROWS, STRIP // (one * groups)))
+    g = min(groups, max(1, STRIP // (one * min(rows, queries))))
+    if not height and g == 1:  # few heads at a time and still too much: fewer rows
+        rows = min(rows, max(1, STRIP // one)) if one * rows > 8 * STRIP else rows
+    c = min(batch, max(1, STRIP // (one * g * min(rows, queries)))) if g == groups and rows >= queries else 1
+    survey = _survey(call, rows, width or min(TILE, max(keys, 1)))
+    careful = call.mask is not None and not _finite(call.k, call.v)
+    for b in range(0, batch, c):
+        items = slice(b, min(b + c, batch))
+        strips = [_strip(*row) for row in survey(items)]
+        for h in range(0, groups, g):
+            some = slice(h, min(h + g, groups))
+            k, v = (x[items, some].to(call.dtype).flatten(0, 1) for x in (call.k, call.v))
+            yield _Chunk(call, items, some, slice(some.start * shared, some.stop * shared), k, v, strips, careful)
+
+
+def _survey(call: Call, rows: int, width: int):
+    """For some batch items: each strip's rows, and of each tile of keys whether some, and every, pair is visible."""
+    _, _, queries, keys = call.shape
+    bands = [slice(i, min(i + rows, queries)) for i in range(0, queries, rows)]
+    tiles = [slice(j, min(j + width, keys)) for j in range(0, keys, width)]
+    if call.mask is None or len(bands) * len(tiles) <= 1:
+        every = call.mask is None
+        return lambda items: [(band, [(tile, True, every) for tile in tiles]) for band in bands]
+    grid = (len(bands), len(tiles))
+    seen = call.mask.survey(call.grid(rows, width))
+    some, every = (x.expand(x.shape[0], *grid) for x in seen)
+
+    def of(items: slice) -> list[tuple[slice, list[tuple[slice, bool, bool]]]]:
+        a, b = _rows_of(some, items).any(0).tolist(), _rows_of(every, items).all(0).tolist()
+        return [(band, list(zip(tiles, a[i], b[i], strict=True))) for i, band in enumerate(bands)]
+
+    return of
+
+
+def _strip(rows: slice, tiles: list[tuple[slice, bool, bool]]) -> _Strip:
+    """Join neighbouring tiles: the visible ones into runs, the partly visible ones into places to mask."""
+    strip = _Strip(rows, [])
+    at = 0
+    for cols, some, every in tiles:
+        if not some:
+            continue
+        size = cols.stop - cols.start
+        if strip.runs and strip.runs[-1].stop == cols.start:
+            strip.runs[-1] = slice(strip.runs[-1].start, cols.stop)
+        else:
+            strip.runs.append(cols)
+        if not every:
+            last = strip.partly[-1] if strip.partly else None
+            if last and last[0].stop == at and last[1].stop == cols.start:
+                strip.partly[-1] = (slice(last[0].start, at + size), slice(last[1].start, cols.stop))
+            else:
+                strip.partly.append((slice(at, at + size), cols))
+        at += size
+    return strip
+
+
+def _select(x: Tensor, runs: list[slice]) -> Tensor:
+    """The rows (c * g, m, X) of some runs of keys: a view where there is one run."""
+    return x[:, runs[0]] if len(runs) == 1 else torch.cat([x[:, run] for run in runs], dim=1)
+
+
+def _add_product(into: Tensor, runs: list[slice], weights: Tensor, rows: Tensor, alpha: float) -> None:
+    """into[keys of the runs] += alpha * weights^T rows"""
+    at = 0
+    for run in runs:
+        size = run.stop - run.start
+        into[:, run].baddbmm_(weights[:, :, at : at + size].mT, rows, alpha=alpha)
+        at += size
+
+
+def _add_bias_gradient(chunk: _Chunk, strip: _Strip, bias: Bias, gradient: Tensor, into: Tensor) -> None:
+    """Add the gradient (c, g * R, n, m) of a strip to that of a bias, summed over the axes on which it is broadcast."""
+    if not isinstance(bias, DenseBias):
+        heads = gradient
+        if gradient.shape[1] != chunk.call.q.shape[1]:  # a chunk of heads: the others get nothing from it
+            heads = gradient.new_zeros(gradient.shape[0], chunk.call.q.shape[1], *gradient.shape[2:])
+            heads[:, chunk.heads] = gradient
+        _of_batch(bias, chunk.batch).block_gradient(heads, *chunk.positions(strip), _rows_of(into, chunk.batch))
+        return
+    at = 0
+    for cols in strip.runs:
+        part = bias.part(chunk.batch, strip.rows, cols, of=into)
+        part = part[:, chunk.heads] if part.shape[1] > 1 else part
+        _sum_into(part, gradient[..., at : at + cols.stop - cols.start])
+        at += cols.stop - cols.start
+
+
+def _sum_into(into: Tensor, x: Tensor) -> None:
+    """into += x, summed over the axes where `into` has 1"""
+    axes = [i for i, size in enumerate(into.shape) if size == 1 and x.shape[i] != 1]
+    into.add_(x.sum(axes, keepdim=True) if axes else x)
+
+
+def _rows_of(x: Tensor, batch: slice) -> Tensor:
+    return x if x.shape[0] == 1 else x[batch]
+
+
+def _of_batch(bias: Bias, batch: slice) -> Bias:
+    """A bias for some batch items (its weight leads with a batch only under vmap)."""
+    return bias if bias.weight.shape[0] == 1 else bias.with_weight(bias.weight[batch])
+
+
+def _numbers(run: slice, like: Tensor) -> Tensor:
+    return torch.arange(run.start, run.stop, device=like.device)
+
+
+def _finite(*tensors: Tensor) -> bool:
+    total = sum(x.sum(dtype=torch.float64 if x.dtype is torch.float64 else torch.float32) for x in tensors)
+    return bool(torch.isfinite(torch.as_tensor(total)))
+
+
+class _Loops:
+    forward = staticmethod(_forward)
+    backward = staticmethod(_backward)
+
+
+run = operators.register(name, _Loops())

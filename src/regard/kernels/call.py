@@ -1,0 +1,112 @@
+"""The contract of kernels: a `Call` says what to compute, a `Kernel` is one way to compute it.
+
+A kernel is a module (or object) with
+
+    name                                  what `kernel="..."` names
+    why_not(call) -> str | None           None where it can serve the call, else why not, in words
+    forward(call) -> (out, lse)           out (B, H, N, E) in q's dtype; lse (B, H, N) in `accumulation_dtype`
+    output(call) -> out                   the same without lse, where that is cheaper
+
+both differentiable in q, k, v, the biases' weights and the sinks. All kernels give the answer of `reference`.
+
+Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from regard.kernels.dropout import Dropout
+from regard.masks import Grid, Mask, Tile
+from regard.positions import Bias
+
+__all__ = ["Call", "Kernel", "accumulation_dtype"]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What softmax and sums are computed in: float32, or float64 for float64."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention, checked and lowered: what a kernel needs and nothing else. Order of the steps:
+
+    scores = q k^T * scale;  softcap * tanh(scores / softcap);  + biases;  mask;  softmax (sinks in the denominator);  dropout
+
+    Positions are None where they are contiguous: keys 0..M-1, queries `q_start`, `q_start` + 1, ...
+    Every tensor but q, k, v leads with a batch axis of 1 or B, so that vmap can fold its axis into the batch.
+    """
+
+    q: Tensor  # (B, H, N, D)
+    k: Tensor  # (B, G, M, D)
+    v: Tensor  # (B, G, M, E)
+    scale: float
+    q_start: int = 0
+    softcap: float | None = None
+    mask: Mask | None = None
+    biases: tuple[Bias, ...] = ()
+    positions: Tensor | None = None  # (1|B, N)
+    key_positions: Tensor | None = None  # (1|B, M)
+    sinks: Tensor | None = None  # (1|B, H)
+    dropout: Dropout | None = None
+
+    fields: ClassVar[tuple[str, ...]] = (
+        "q", "k", "v", "scale", "q_start", "softcap", "mask", "biases", "positions", "key_positions", "sinks", "dropout",
+    )  # fmt: skip
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, N, M)"""
+        return *self.q.shape[:3], self.k.shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype to accumulate in."""
+        return accumulation_dtype(self.q.dtype)
+
+    def query_positions(self, rows: slice, batch: slice = slice(None)) -> Tensor:
+        """Where the queries of some slots stand: (1|B, n)."""
+        if self.positions is not None:
+            positions = self.positions if self.positions.shape[0] == 1 else self.positions[batch]
+            return positions[:, rows]
+        return torch.arange(self.q_start + rows.start, self.q_start + rows.stop, device=self.q.device)[None]
+
+    def keys_positions(self, cols: slice, batch: slice = slice(None)) -> Tensor:
+        """Where the keys of some slots stand: (1|B, m)."""
+        if self.key_positions is not None:
+            positions = self.key_positions if self.key_positions.shape[0] == 1 else self.key_positions[batch]
+            return positions[:, cols]
+        return torch.arange(cols.start, cols.stop, device=self.q.device)[None]
+
+    def tile(self, batch: slice, rows: slice, cols: slice) -> Tile:
+        """A rectangle of the plane, as masks want it."""
+        return Tile(
+            self.q.shape[2], batch, rows, cols, self.query_positions(rows, batch), self.keys_positions(cols, batch)
+        )
+
+    def whole(self) -> Tile:
+        """The whole plane as one tile."""
+        return self.tile(slice(None), slice(0, self.q.shape[2]), slice(0, self.k.shape[2]))
+
+    def grid(self, height: int, width: int) -> Grid:
+        """The whole plane cut into tiles, as masks want it."""
+        tile = self.whole()
+        return Grid(self.q.shape[2], self.k.shape[2], height, width, tile.q_positions, tile.k_positions)
+
+
+class Kernel(Protocol):
+    """One way to compute a `Call`."""
+
+    @property
+    def name(self) -> str: ...
+
+    def why_not(self, call: Call) -> str | None: ...
+
+    def forward(self, call: Call) -> tuple[Tensor, Tensor]: ...
+
+    def output(self, call: Call) -> Tensor: ...

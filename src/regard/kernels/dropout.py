@@ -1,0 +1,82 @@
+"""Dropout that every kernel, block size and sharding agrees on: whether a weight is dropped is a hash of where it is.
+
+Each query row (b, h, i) and each key column j gets a well-mixed 32-bit number once, in O(N + M). A weight is dropped by
+mixing the two with two multiplications, so a block of any shape is found on demand and never stored:
+
+    x = row ^ col;  x *= A;  x ^= x >> 15;  x *= C;  keep = x >= threshold         (wrapping signed 32-bit, arithmetic shift)
+
+The numbers that are hashed are global ones: a sharded run takes its slice of `rows` and `cols`.
+
+Letters: B batch, H query heads, N queries, M keys; n, m the sides of one block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["Dropout", "new_seed"]
+
+_A, _C = 0x2C1B3C6D, 0x297A2D39  # odd multipliers with good avalanche
+_GOLDEN = 0x1E3779B9
+
+
+def new_seed(generator: torch.Generator | None, device: torch.device) -> Tensor:
+    """One random number for one call, from `generator` or torch's default: an integer tensor (1,).
+
+    It is drawn on the generator's own device, and stays a tensor so that compilers can trace it.
+    """
+    source = device if generator is None else generator.device
+    seed = torch.randint(-(2**31), 2**31, (1,), generator=generator, device=source)
+    return seed.to(device)
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Which weights are dropped: probability `p`, and one number per query row (B, H, N) and key column (1, M)."""
+
+    p: float
+    rows: Tensor
+    cols: Tensor
+
+    fields: ClassVar[tuple[str, ...]] = ("p", "rows", "cols")
+
+    @staticmethod
+    def of(p: float, seed: Tensor, batch: int, heads: int, queries: int, keys: int) -> Dropout:
+        """The dropout of a whole call: item b, head h, query i and key j have their own numbers 0, 1, 2, ..."""
+        device = seed.device
+        seed = seed.to(torch.int32)
+        item, head, row, col = (
+            torch.arange(count, device=device, dtype=torch.int32) for count in (batch, heads, queries, keys)
+        )
+        rows = _mix(_mix(_mix(seed + item * _GOLDEN)[:, None] + head * _GOLDEN)[:, :, None] + row * _GOLDEN)
+        cols = _mix(~seed + col * _GOLDEN)
+        return Dropout(p, rows, cols[None])
+
+    @property
+    def kept(self) -> float:
+        """What a kept weight is multiplied by: 1 / (1 - p), and 0 where everything is dropped."""
+        return 0.0 if self.p >= 1.0 else 1.0 / (1.0 - self.p)
+
+    def block(self, batch: slice, heads: slice, rows: slice, cols: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """1 where a weight of the block stays and 0 where it is dropped: (B, H, n, m)."""
+        row = self.rows[batch, heads, rows, None]
+        col = self.cols[:, None, None, cols] if self.cols.shape[0] == 1 else self.cols[batch, None, None, cols]
+        x = torch.bitwise_xor(row, col)
+        x.mul_(_A)
+        x.bitwise_xor_(x >> 15)
+        x.mul_(_C)
+        # x >= threshold as a number, by clamping: on a CPU a boolean in between takes several times as long.
+        threshold = min(max(round(self.p * 2**32), 1), 2**32 - 1) - 2**31
+        return x.clamp_(threshold - 1, threshold).sub_(threshold - 1).to(dtype)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """All 32 bits of each number depend on all of them (two rounds of multiply and fold)."""
+    for multiplier in (_C, _A):
+        x = x * multiplier
+        x = x ^ (x >> 15)
+    return x

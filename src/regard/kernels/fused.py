@@ -1,0 +1,206 @@
+"""torch's own `scaled_dot_product_attention`, wherever it really runs fused: never by its silent N x M fallback.
+
+Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from regard.kernels.call import Call
+from regard.masks import Causal, Mask, Window, conjuncts
+from regard.positions import DenseBias
+
+__all__ = ["forward", "name", "output", "why_not"]
+
+name = "fused"
+
+# A mask that torch wants dense costs N x M memory, and what it hides is computed all the same. So there are limits:
+DENSE_LIMIT = 2**24  # elements that may be made dense
+SURVEY_FROM = 2**20  # from this many pairs on, look how much of them is hidden
+MOSTLY_HIDDEN = 0.5  # and leave it to a kernel that skips what is hidden where less than this is visible
+
+
+def why_not(call: Call) -> str | None:
+    batch, heads, n, m = call.shape
+    if call.dropout is not None:
+        return "it draws dropout by a generator of its own, and falls back to the N x M matrix for it"
+    if call.softcap is not None:
+        return "it has no softcap"
+    if call.sinks is not None:
+        return "it has no sinks"
+    if call.q.shape[3] != call.v.shape[3]:
+        return f"the head widths of q and k ({call.q.shape[3]}) and of v ({call.v.shape[3]}) differ"
+    if not (batch and heads and n and m and call.q.shape[3]):
+        return "a size is zero"
+    if call.q.device.type == "meta":
+        return "the meta device has no fused attention"
+    if _transformed(call.q):
+        return "under torch.func it falls back to the N x M matrix"
+    if torch.is_grad_enabled() and any(b.weight.requires_grad for b in call.biases):
+        return "it gives no gradient to a bias"
+    causal, rest = _split(call)
+    if rest or call.biases:
+        count = _dense_size(call, rest or (call.mask is not None and causal))
+        if count > DENSE_LIMIT:
+            return f"it needs the mask and bias as a dense tensor, {count * call.q.element_size() / 2**20:.0f} MB of it"
+        hidden = _mostly_hidden(call)
+        if hidden:
+            return hidden
+    if (causal or rest) and _may_leak(call):
+        return "keys or values hold NaN or inf, which it would let through where they are hidden"
+    if not _runs_fused(call):
+        return f"torch has no fused attention for {call.q.dtype} on {call.q.device.type} with these shapes"
+    return None
+
+
+def output(call: Call) -> Tensor:
+    mask, causal = _operands(call)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
+    out = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=causal, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    if out.grad_fn is not None and not torch.compiler.is_compiling():
+        out.grad_fn.register_hook(_guard)
+    return out
+
+
+class _FirstOnly(torch.autograd.Function):
+    """Identity that says in our words that there is no second derivative, where torch names an operator of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise NotImplementedError(
+            "second derivatives: kernel 'fused' gives first derivatives only; remedy: kernel='reference', "
+            "which gives derivatives of any order"
+        )
+
+
+def _guard(d_inputs: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...] | None:
+    if not torch.is_grad_enabled():  # no graph of the gradient is wanted
+        return None
+    return tuple(None if d is None else _FirstOnly.apply(d) for d in d_inputs)  # type: ignore[misc]
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp. torch gives the latter on CPU alone and without a gradient, so it is detached."""
+    if call.q.device.type != "cpu":
+        raise NotImplementedError("fused: torch returns the log-sum-exp on CPU only; remedy: kernel='blockwise'")
+    mask, causal = _operands(call)
+    q, k, v = (x.detach() if x.stride(-1) == 1 else x.detach().contiguous() for x in (call.q, call.k, call.v))
+    if mask is not None and mask.dtype is torch.bool:
+        mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=mask, scale=call.scale
+    )
+    lse = lse.to(call.dtype)
+    if mask is not None:  # torch writes 0 for a row that may see nothing
+        lse = lse.masked_fill(mask.isneginf().all(-1), float("-inf"))
+    return (output(call) if torch.is_grad_enabled() else out), lse
+
+
+def _contiguous(call: Call) -> bool:
+    return call.positions is None and call.key_positions is None
+
+
+def _split(call: Call) -> tuple[bool, tuple[Mask, ...]]:
+    """Whether torch's `is_causal` says a part of the mask, and the parts that are left and hide something."""
+    _, _, n, m = call.shape
+    causal, rest = False, []
+    for part in conjuncts(call.mask):
+        if type(part) is Causal and _contiguous(call) and call.q_start >= m - 1:
+            continue  # every query stands at or after the last key, as in decoding
+        if type(part) is Causal and _contiguous(call) and call.q_start == 0:
+            causal = True  # torch aligns the first query with the first key
+            continue
+        if (
+            type(part) is Window
+            and _contiguous(call)
+            and call.q_start + n - 1 <= part.before
+            and m - 1 - call.q_start <= part.after
+        ):
+            continue  # the window is wider than the plane
+        rest.append(part)
+    return causal, tuple(rest)
+
+
+def _operands(call: Call) -> tuple[Tensor | None, bool]:
+    """The dense mask, boolean or float, or None; and `is_causal`. Never both: torch's paths disagree on it."""
+    causal, rest = _split(call)
+    if not rest and not call.biases:
+        return None, causal
+    tile = call.whole()
+    visible = None
+    for part in (*rest, *((Causal(),) if causal else ())):
+        visible = part.block(tile) if visible is None else visible & part.block(tile)
+    added = None
+    for bias in call.biases:
+        block = bias.weight if isinstance(bias, DenseBias) else bias.block(tile.q_positions, tile.k_positions)
+        added = block if added is None else added + block
+    if added is None:
+        assert visible is not None
+        return _full(visible, call), False
+    added = added.detach().to(call.q.dtype)
+    return _full(added if visible is None else added.masked_fill(~visible, float("-inf")), call), False
+
+
+def _full(mask: Tensor, call: Call) -> Tensor:
+    """torch wants the last two axes in full; the others may be 1."""
+    return mask.expand(*mask.shape[:2], *call.shape[2:])
+
+
+def _dense_size(call: Call, masked: object) -> int:
+    """Elements of the dense mask that torch would be given (a tensor of the caller's own costs nothing more)."""
+    batch, heads, n, m = call.shape
+    per_head = any(not isinstance(b, DenseBias) or b.weight.shape[1] > 1 for b in call.biases)
+    per_item = any(isinstance(b, DenseBias) and b.weight.shape[0] > 1 for b in call.biases)
+    per_item = per_item or (call.mask is not None and bool(masked) and batch > 1)
+    if len(call.biases) == 1 and isinstance(call.biases[0], DenseBias) and not masked:
+        return 0
+    return (batch if per_item else 1) * (heads if per_head else 1) * n * m
+
+
+def _mostly_hidden(call: Call) -> str | None:
+    """In words, where a large part of a large plane is hidden: a kernel that skips it is faster."""
+    _, _, n, m = call.shape
+    if call.mask is None or n * m < SURVEY_FROM or torch.compiler.is_compiling():
+        return None
+    some = call.mask.survey(call.grid(128, 128)).some
+    visible = some.float().mean().item() if some.numel() > 1 else 1.0
+    return f"it would compute the {1 - visible:.0%} that is hidden" if visible < MOSTLY_HIDDEN else None
+
+
+def _may_leak(call: Call) -> bool:
+    """torch adds the mask and multiplies by weights of 0, so a hidden NaN reaches every row. Looked at on CPU only: on
+    other devices the answer would have to be waited for."""
+    if call.q.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    k, v = call.k.detach(), call.v.detach()
+    return not bool((k.sum(dtype=call.dtype) + v.sum(dtype=call.dtype)).isfinite())
+
+
+def _transformed(x: Tensor) -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _runs_fused(call: Call) -> bool:
+    """Whether torch would really choose a fused kernel; it asks itself the same question."""
+    q = call.q
+    if q.device.type == "cpu":
+        return (
+            q.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+            and torch.backends.cuda.flash_sdp_enabled()
+        )
+    if torch.compiler.is_compiling():
+        return q.device.type == "cuda" and q.dtype is not torch.float64
+    mask, causal = _operands(call)
+    k, v = call.k, call.v
+    return torch._fused_sdp_choice(q, k, v, mask, 0.0, causal, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]) != 0

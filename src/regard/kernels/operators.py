@@ -1,0 +1,331 @@
+"""Makes the loops of a kernel one node for compilers: a registered torch operator with fake, autograd and vmap rules.
+
+An operator takes tensors and numbers only. So a `Call` is taken apart into lists of them and a `plan` that says how to put
+it together again: `flatten` and `unflatten`. Whatever names its parts in `fields` (masks, biases, dropout) goes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from regard.errors import bad_type
+from regard.kernels.call import Call, accumulation_dtype
+from regard.kernels.dropout import Dropout
+from regard.masks import Mask
+from regard.positions import Bias
+
+__all__ = ["Flat", "Loops", "flatten", "new_output", "register", "unflatten"]
+
+
+class Flat(NamedTuple):
+    """A `Call` in pieces. `biases` are the biases' weights and `rest` the tensors that have no gradient."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    biases: list[Tensor]
+    rest: list[Tensor]
+    ints: list[int]
+    floats: list[float]
+    plan: str
+
+
+def flatten(call: Call) -> Flat:
+    """Take a call apart."""
+    rest: list[Tensor] = []
+    ints: list[int] = []
+    floats: list[float] = []
+    plan: list[str] = []
+
+    def visit(value: Any) -> None:
+        if value is None:
+            plan.append("None")
+        elif isinstance(value, Tensor):
+            plan.append("tensor")
+            rest.append(value)
+        elif isinstance(value, float):
+            plan.append("float")
+            floats.append(value)
+        elif isinstance(value, (int, torch.SymInt)):
+            plan.append("int")
+            ints.append(int(value) if isinstance(value, bool) else value)
+        elif isinstance(value, Bias):
+            plan.append(type(value).__name__)
+            biases.append(value.weight)
+            for field in value.fields[1:]:
+                visit(getattr(value, field))
+        elif isinstance(value, (Mask, Dropout)):
+            plan.append(type(value).__name__)
+            for field in value.fields:
+                visit(getattr(value, field))
+        else:
+            raise bad_type("a mask's or a bias's field", expected="a tensor, a number, None or another mask",
+                           received=type(value).__name__)  # fmt: skip
+
+    biases: list[Tensor] = []
+    visit(len(call.biases))
+    for bias in call.biases:
+        visit(bias)
+    for value in (call.scale, call.q_start, call.softcap, call.mask, call.positions, call.key_positions, call.dropout):
+        visit(value)
+    return Flat(call.q, call.k, call.v, call.sinks, biases, rest, ints, floats, " ".join(plan))
+
+
+def unflatten(flat: Flat) -> Call:
+    """Put a call together again."""
+    tokens = iter(flat.plan.split(" "))
+    tensors, ints, floats = iter(flat.rest), iter(flat.ints), iter(flat.floats)
+    weights = iter(flat.biases)
+
+    def build() -> Any:
+        token = next(tokens)
+        if token in Bias.kinds:
+            kind = Bias.kinds[token]
+            return _assemble(kind, (next(weights), *(build() for _ in kind.fields[1:])))
+        if token in Mask.kinds:
+            kind = Mask.kinds[token]
+            return _assemble(kind, tuple(build() for _ in kind.fields))
+        if token == "Dropout":
+            return Dropout(*(build() for _ in Dropout.fields))
+        return {"None": lambda: None, "tensor": tensors.__next__, "int": ints.__next__, "float": floats.__next__}[token]()
+
+    biases = tuple(build() for _ in range(build()))
+    scale, q_start, softcap, mask, positions, key_positions, dropout = (build() for _ in range(7))
+    return Call(flat.q, flat.k, flat.v, scale, q_start, softcap, mask, biases, positions, key_positions, flat.sinks, dropout)
+
+
+def _assemble(kind: type, parts: tuple[Any, ...]) -> Any:
+    """An object from its parts, without its constructor's checks: they were made when the caller built it."""
+    thing = object.__new__(kind)
+    for field, part in zip(kind.fields, parts, strict=True):
+        setattr(thing, field, part)
+    return thing
+
+
+class Loops(Protocol):
+    """A kernel's loops, run on real tensors and without autograd.
+
+    `height` and `width` are the block's sides, 0 where the kernel may choose. `wanted` says which gradients to give, in
+    the order q, k, v, sinks (where there are any), biases; they come back in that order, the unwanted left out.
+    """
+
+    def forward(self, call: Call, height: int, width: int) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self, call: Call, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, wanted: list[bool], height: int, width: int
+    ) -> list[Tensor]: ...
+
+
+class Layout(NamedTuple):
+    """How the tensors of a flat call stand in a row: q, k, v, sinks (where there are any), biases, the rest."""
+
+    sinks: bool
+    biases: int
+    numbers: tuple[Any, ...]
+
+    @property
+    def differentiable(self) -> int:
+        return 3 + self.sinks + self.biases
+
+    def row(self, q: Any, k: Any, v: Any, sinks: Any, biases: Any, rest: Any = ()) -> list[Any]:
+        """The arguments of an operator (or what belongs to each of them) in a row."""
+        return [q, k, v, *([sinks] if self.sinks else []), *(biases if self.biases else []), *rest]
+
+    def pieces(self, row: Any) -> tuple[Any, ...]:
+        """A row as the arguments of an operator."""
+        first, last = 3 + self.sinks, self.differentiable
+        return *row[:3], row[3] if self.sinks else None, list(row[first:last]), list(row[last:]), *self.numbers
+
+
+_LIBRARY = torch.library.Library("regard", "DEF")
+_PIECES = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] biases, Tensor[] rest, SymInt[] ints, float[] floats, str plan"
+
+
+def new_output(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for (out, lse). Heads lie side by side, so that merging them afterwards is a view."""
+    batch, heads, rows, _ = q.shape
+    out = q.new_empty(batch, rows, heads, v.shape[3]).transpose(1, 2)
+    return out, q.new_empty(batch, heads, rows, dtype=accumulation_dtype(q.dtype))
+
+
+def register(name: str, loops: Loops) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Register `regard::<name>` and `regard::<name>_backward`; returns `run(call, height=0, width=0) -> (out, lse)`."""
+    sides = "int height, int width"
+    _LIBRARY.define(f"{name}({_PIECES}, {sides}) -> (Tensor, Tensor)")
+    _LIBRARY.define(
+        f"{name}_backward(Tensor out, Tensor lse, Tensor d_out, Tensor d_lse, bool[] wanted, {_PIECES}, {sides}) -> Tensor[]"
+    )
+    forward_op = getattr(torch.ops.regard, name).default
+    backward_op = getattr(torch.ops.regard, f"{name}_backward").default
+
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        *flat, height, width = args
+        with _no_autocast(args[0]):
+            return loops.forward(unflatten(Flat(*flat)), height, width)
+
+    def backward(out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, wanted: list[bool], *args: Any) -> list[Tensor]:
+        *flat, height, width = args
+        with _no_autocast(out):
+            return loops.backward(unflatten(Flat(*flat)), out, lse, d_out, d_lse, wanted, height, width)
+
+    _LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
+    _LIBRARY.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
+
+    # Fake: what comes out has which shape, dtype and strides.
+    def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        return new_output(q, v)
+
+    def fake_backward(_o: Tensor, _l: Tensor, _do: Tensor, _dl: Tensor, wanted: list[bool], *args: Any) -> list[Tensor]:
+        return [torch.empty_like(x) for x, want in zip(_differentiable(args, args), wanted, strict=True) if want]
+
+    torch.library.register_fake(f"regard::{name}", fake_forward, lib=_LIBRARY)
+    torch.library.register_fake(f"regard::{name}_backward", fake_backward, lib=_LIBRARY)
+
+    # Autograd: the forward pass keeps its inputs, its output and the lse; no weight is kept. Compilers want the rule on the
+    # operator; torch.func wants an autograd function, which sees only the tensors that stand alone among its arguments.
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, sinks, biases, rest, *numbers = inputs
+        ctx.layout = Layout(sinks is not None, len(biases), tuple(numbers))
+        ctx.save_for_backward(*output, *ctx.layout.row(q, k, v, sinks, biases, rest))
+
+    def differentiate(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
+        out, lse, *tensors = ctx.saved_tensors
+        layout = ctx.layout
+        wanted = layout.row(*ctx.needs_input_grad[:5])
+        made = iter(backward_op(out, lse, d_out, d_lse, wanted, *layout.pieces(tensors)))
+        grads = [next(made) if want else None for want in wanted]
+        *grads, rest, numbers = *layout.pieces(grads)[:5], tensors[layout.differentiable :], layout.numbers
+        return *grads, [None] * len(rest), *(None for _ in numbers)
+
+    torch.library.register_autograd(f"regard::{name}", differentiate, setup_context=remember, lib=_LIBRARY)
+
+    class Forward(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(layout: Layout, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+            return forward_op(*layout.pieces(tensors))
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+            ctx.layout, *tensors = inputs
+            ctx.save_for_backward(*output, *tensors)
+
+        @staticmethod
+        def backward(ctx: Any, *d_output: Tensor) -> tuple[Any, ...]:
+            layout, differentiable = ctx.layout, ctx.layout.differentiable
+            wanted = list(ctx.needs_input_grad[1 : 1 + differentiable])
+            out, lse, *tensors = ctx.saved_tensors
+            made = iter(Backward.apply(layout, wanted, out, lse, *d_output, *tensors))
+            return None, *(next(made) if want else None for want in wanted), *(None for _ in tensors[differentiable:])
+
+    class Backward(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(
+            layout: Layout, wanted: list[bool], out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, *tensors: Tensor
+        ) -> tuple[Tensor, ...]:
+            return tuple(backward_op(out, lse, d_out, d_lse, wanted, *layout.pieces(tensors)))
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, *_: Tensor) -> None:
+            raise NotImplementedError(
+                f"second derivatives: kernel {name!r} gives first derivatives only; remedy: kernel='reference', "
+                "which gives derivatives of any order"
+            )
+
+    # vmap: its axis joins the batch.
+    def batched_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        size, batch = info.batch_size, _inner_batch(args[0], in_dims[0])
+        result = forward_op(*_fold_all(args, in_dims, size, batch, learned=False))
+        return tuple(x.unflatten(0, (size, batch)) for x in result), (0, 0)
+
+    def batched_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        size, batch = info.batch_size, _inner_batch(args[5], in_dims[5])
+        saved = [_fold(x, dim, size, batch, force=True) for x, dim in zip(args[:4], in_dims[:4], strict=True)]
+        pieces = _fold_all(args[5:], in_dims[5:], size, batch, learned=True)
+        result = backward_op(*saved, args[4], *pieces)
+        # What was one for the whole batch gets one gradient per item of vmap's axis: the sum over its batch.
+        before = [x for x, want in zip(_differentiable(args[5:], args[5:]), args[4], strict=True) if want]
+        dims = [d for d, want in zip(_differentiable(in_dims[5:], args[5:]), args[4], strict=True) if want]
+        grads = []
+        for grad, x, dim in zip(result, before, dims, strict=True):
+            grad = grad.unflatten(0, (size, batch))
+            leading = x.shape[0] if dim is None else x.movedim(dim, 0).shape[1]
+            grads.append(grad.sum(1, keepdim=True) if leading == 1 and batch > 1 else grad)
+        return grads, [0] * len(grads)
+
+    torch.library.register_vmap(f"regard::{name}", batched_forward, lib=_LIBRARY)
+    torch.library.register_vmap(f"regard::{name}_backward", batched_backward, lib=_LIBRARY)
+
+    def run(call: Call, height: int = 0, width: int = 0) -> tuple[Tensor, Tensor]:
+        if _plain(call):  # nothing traces and nothing asks for a gradient: the dispatcher's toll can be saved
+            return loops.forward(call, height, width)
+        flat = flatten(call)
+        if torch.compiler.is_compiling():
+            return forward_op(*flat, height, width)
+        layout = Layout(flat.sinks is not None, len(flat.biases), (flat.ints, flat.floats, flat.plan, height, width))
+        return Forward.apply(layout, *layout.row(*flat[:6]))  # type: ignore[return-value]
+
+    return run
+
+
+def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
+    """Loops have chosen their dtypes: autocast must not change them within."""
+    if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
+        return nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _plain(call: Call) -> bool:
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or call.q.device.type == "meta":
+        return False
+    tensors = (call.q, call.k, call.v, call.sinks, *(bias.weight for bias in call.biases))
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None and all(
+        x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors
+    )
+
+
+def _differentiable(pieces: Any, tensors: Any) -> list[Any]:
+    """What belongs to the tensors that may have a gradient (they themselves, or vmap's axes), in the order of `wanted`."""
+    layout = Layout(tensors[3] is not None, len(tensors[4]), ())
+    biases = [None] * layout.biases if pieces[4] is None else pieces[4]
+    return layout.row(*pieces[:4], biases)
+
+
+def _inner_batch(q: Tensor, dim: int | None) -> int:
+    return q.shape[0] if dim is None else q.movedim(dim, 0).shape[1]
+
+
+def _fold(x: Tensor, dim: int | None, size: int, batch: int, *, force: bool) -> Tensor:
+    """Join vmap's axis (`dim`, of `size`) with the batch: (X * B, ...). What is one for all stays so, unless forced."""
+    if dim is None and x.shape[0] == 1 and not force:
+        return x
+    x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
+
+
+def _fold_all(pieces: tuple[Any, ...], dims: tuple[Any, ...], size: int, batch: int, *, learned: bool) -> list[Any]:
+    """Fold every tensor of a flat call; `learned` ones must lead with the batch where their gradient is asked for."""
+    q, k, v, sinks, biases, rest, *numbers = pieces
+
+    def fold_list(tensors: list[Tensor], axes: list[int | None] | None, force: bool) -> list[Tensor]:
+        axes = [None] * len(tensors) if axes is None else axes
+        return [_fold(x, dim, size, batch, force=force) for x, dim in zip(tensors, axes, strict=True)]
+
+    folded = [_fold(x, dim, size, batch, force=True) for x, dim in zip((q, k, v), dims[:3], strict=True)]
+    folded.append(None if sinks is None else _fold(sinks, dims[3], size, batch, force=learned))
+    return [*folded, fold_list(biases, dims[4], learned), fold_list(rest, dims[5], False), *numbers]

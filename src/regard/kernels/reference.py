@@ -1,0 +1,87 @@
+"""The specification: attention as its formula, with the N x M matrix in full. Any dtype, any device, any derivative.
+
+Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.kernels.call import Call
+from regard.positions import DenseBias
+
+__all__ = ["STAGES", "forward", "name", "output", "scores", "weights", "why_not"]
+
+name = "reference"
+STAGES = ("scaled", "capped", "biased", "weights")
+
+
+def why_not(call: Call) -> str | None:
+    return None
+
+
+def scores(call: Call, stage: str = "biased") -> Tensor:
+    """The scores after one of the steps "scaled", "capped", "biased" (with the mask's -inf): (B, H, N, M)."""
+    q, k = call.q.to(call.dtype), call.k.to(call.dtype)
+    s = _by_group(q, k.mT) * call.scale
+    if stage == "scaled":
+        return s
+    if call.softcap is not None:
+        s = call.softcap * torch.tanh(s / call.softcap)
+    if stage == "capped":
+        return s
+    tile = call.whole()
+    for bias in call.biases:
+        s = s + (bias.weight if isinstance(bias, DenseBias) else bias.block(tile.q_positions, tile.k_positions))
+    if call.mask is not None:
+        s = s.masked_fill(~call.mask.block(tile), float("-inf"))
+    return s
+
+
+def weights(call: Call) -> tuple[Tensor, Tensor]:
+    """The weights (B, H, N, M) before dropout, and the log-sum-exp of each row (B, H, N)."""
+    s = scores(call)
+    if call.sinks is not None:  # a sink is one more key that every query sees and that holds no value
+        sink = call.sinks.to(s.dtype)[:, :, None, None].expand(*s.shape[:3], 1)
+        s = torch.cat([s, sink], dim=-1)
+    # A row that may see nothing has weights 0 and lse -inf. Its scores are set to 0 on the way, for softmax would
+    # make NaN of them, in the gradient too.
+    empty = s.detach().isneginf().all(-1, keepdim=True)
+    s = s.masked_fill(empty, 0.0)
+    lse = s.logsumexp(-1).masked_fill(empty.squeeze(-1), float("-inf"))
+    p = s.softmax(-1).masked_fill(empty, 0.0)
+    return (p[..., :-1] if call.sinks is not None else p), lse
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    p, lse = weights(call)
+    if call.dropout is not None:
+        _, _, n, m = call.shape
+        p = p * call.dropout.block(slice(None), slice(None), slice(0, n), slice(0, m), p.dtype) * call.dropout.kept
+    v = call.v.to(p.dtype)
+    if call.mask is None:
+        return _by_group(p, v).to(call.q.dtype), lse
+    return _weigh(p, v).to(call.q.dtype), lse
+
+
+def output(call: Call) -> Tensor:
+    return forward(call)[0]
+
+
+def _weigh(p: Tensor, v: Tensor) -> Tensor:
+    """p v, where what has no weight does not count, not even a NaN: 0 * NaN would reach every row."""
+    broken = ~v.isfinite()
+    out = _by_group(p, v.masked_fill(broken, 0.0))
+    reached = _by_group((p != 0).to(p.dtype), broken.to(p.dtype)) > 0
+    return out.masked_fill(reached, float("nan"))
+
+
+def _by_group(a: Tensor, b: Tensor) -> Tensor:
+    """a (B, H, N, X) @ b (B, G, X, Y) -> (B, H, N, Y): query head i meets kv head i // (H // G); b is not expanded."""
+    batch, heads, rows, inner = a.shape
+    groups = b.shape[1]
+    if heads == groups:
+        return a @ b
+    a = a.reshape(batch, groups, heads // groups * rows, inner)
+    return (a @ b).reshape(batch, heads, rows, b.shape[-1])

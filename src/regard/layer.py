@@ -1,0 +1,413 @@
+"""The layer: project to heads, attend, merge, project. And the block: residual and normalisation around it.
+
+      query (B, N, W)    key (B, M, W)    value (B, M, W)
+          │ q_proj           │ k_proj         │ v_proj
+      (B, H, N, D)       (B, G, M, D)     (B, G, M, E)          split into heads; H = G, or H = several G:
+          │ norm, rotary     │ norm, rotary   │
+          └────────┬─────────┘                │                 MHA  q q q q    GQA  q q q q    MQA  q q q q
+        weights (B, H, N, M), never built     │                      k k k k         k   k           k
+                   └───────────┬──────────────┘
+                        (B, H, N, E)                            merge the heads
+                               │ out_proj
+                        out (B, N, W)
+
+Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v, W model width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, nn
+
+from regard.attention import BiasLike, attend, attention_weights
+from regard.cache import KVCache, RollingCache, Slots
+from regard.configurations import configuration
+from regard.errors import bad_type, bad_value, shape_of
+from regard.masks import Mask, as_mask
+from regard.positions import Alibi, RelativeBias, Rotary, Saturated, as_biases
+
+__all__ = ["AttentionBlock", "MultiHeadAttention"]
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention: self or cross, with grouped kv heads, rotary, biases, caches; no N x M matrix.
+
+    Args:
+        embed_dim: W, the width of the output and, unless said otherwise, of the inputs.
+        num_heads: H.
+        num_kv_heads: G, a divisor of H (grouped-query attention; 1 is multi-query); H by default.
+        head_dim: D, embed_dim / num_heads by default.
+        value_head_dim: E, D by default.
+        query_dim, key_dim, value_dim: widths of the inputs; embed_dim by default (value_dim: key_dim).
+        bias: whether q_proj, k_proj, v_proj have one; out_bias: whether out_proj has (as bias by default).
+        dropout: on the weights, in training only.
+        scale: D ** -0.5 by default.
+        position_encoding: a `positions.Rotary`, or a bias object (`positions.Alibi`, `positions.RelativeBias`).
+        qk_norm: "rms" or "layer": normalise each head's q and k, before rotary.
+        softcap: scores become softcap * tanh(scores / softcap).
+        sinks: a learned logit per head that takes part in the denominator.
+        init: "xavier" (uniform) or "normal" (std 0.02); biases start at 0.
+        kernel: "auto", or one of `regard.kernels.available()`.
+
+    >>> import regard
+    >>> layer = MultiHeadAttention(16, num_heads=4, num_kv_heads=2)
+    >>> x = torch.randn(2, 5, 16)
+    >>> layer(x, mask=regard.masks.Causal()).shape
+    torch.Size([2, 5, 16])
+    >>> out, weights = layer(x, need_weights=True)
+    >>> weights.shape
+    torch.Size([2, 4, 5, 5])
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_head_dim: int | None = None,
+        query_dim: int | None = None,
+        key_dim: int | None = None,
+        value_dim: int | None = None,
+        bias: bool = True,
+        out_bias: bool | None = None,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        position_encoding: Rotary | Alibi | RelativeBias | None = None,
+        qk_norm: Literal["rms", "layer"] | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        init: Literal["xavier", "normal"] = "xavier",
+        kernel: str = "auto",
+    ) -> None:
+        super().__init__()
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check_sizes(embed_dim, num_heads, num_kv_heads, head_dim, value_head_dim, dropout)
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.value_head_dim = self.head_dim if value_head_dim is None else value_head_dim
+        self.query_dim = embed_dim if query_dim is None else query_dim
+        self.key_dim = embed_dim if key_dim is None else key_dim
+        self.value_dim = self.key_dim if value_dim is None else value_dim
+        self.dropout, self.scale, self.softcap, self.kernel = dropout, scale, softcap, kernel
+        if isinstance(position_encoding, Rotary) and position_encoding.head_dim != self.head_dim:
+            raise bad_value("position_encoding", expected=f"Rotary of head width {self.head_dim}",
+                            received=f"{position_encoding.head_dim}")  # fmt: skip
+        if position_encoding is not None and not isinstance(position_encoding, nn.Module):
+            raise bad_type("position_encoding", expected="Rotary, Alibi, RelativeBias or None",
+                           received=type(position_encoding).__name__)  # fmt: skip
+
+        self.q_proj = nn.Linear(self.query_dim, num_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(self.key_dim, num_kv_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(self.value_dim, num_kv_heads * self.value_head_dim, bias=bias)
+        out_bias = bias if out_bias is None else out_bias
+        self.out_proj = nn.Linear(num_heads * self.value_head_dim, embed_dim, bias=out_bias)
+        self.q_norm, self.k_norm = _norm(qk_norm, self.head_dim), _norm(qk_norm, self.head_dim)
+        self.position_encoding = position_encoding
+        self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
+        if init not in ("xavier", "normal"):
+            raise bad_value("init", expected='"xavier" or "normal"', received=repr(init))
+        self.init = init
+        self.reset_parameters()
+
+    @classmethod
+    def from_config(cls, name: str, **changes: Any) -> MultiHeadAttention:
+        """The attention layer of a well-known model, untrained; `changes` go to the constructor.
+
+        >>> MultiHeadAttention.from_config("llama3-8b", kernel="auto").num_kv_heads  # doctest: +SKIP
+        8
+        """
+        config = configuration(name)
+        options: dict[str, Any] = {
+            field: getattr(config, field)
+            for field in ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "bias", "out_bias", "scale", "qk_norm")
+        }
+        return cls(**{**options, "position_encoding": config.position_encoding(), **changes})
+
+    def reset_parameters(self) -> None:
+        """Start again from random weights."""
+        for linear in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            if self.init == "xavier":
+                nn.init.xavier_uniform_(linear.weight)
+            else:
+                nn.init.normal_(linear.weight, std=0.02)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+
+    @overload
+    def forward(
+        self, query: Tensor, key: Tensor | None = ..., value: Tensor | None = ..., *, mask: Mask | Tensor | None = ...,
+        bias: BiasLike | None = ..., positions: Tensor | None = ..., cache: KVCache | RollingCache | None = ...,
+        need_weights: Literal[False] = ...,
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def forward(
+        self, query: Tensor, key: Tensor | None = ..., value: Tensor | None = ..., *, mask: Mask | Tensor | None = ...,
+        bias: BiasLike | None = ..., positions: Tensor | None = ..., cache: KVCache | RollingCache | None = ...,
+        need_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        bias: BiasLike | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | RollingCache | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Attend from `query` to `key` and `value`.
+
+        Args:
+            query: (B, N, W), or (N, W) without a batch.
+            key: (B, M, W); the query itself by default (self attention).
+            value: (B, M, W); the key by default.
+            mask, bias: as in `regard.attend`; with a cache M counts cached and new keys.
+            positions: where the queries stand, (N,) or (B, N) (in self attention the new keys too).
+            cache: a `KVCache` or `RollingCache`, updated in place.
+            need_weights: also return the weights, (B, H, N, M), before dropout.
+
+        Returns:
+            (B, N, W); with `need_weights` the same and the weights.
+        """
+        if query.dim() == 2:
+            key, value = (None if x is None else x[None] for x in (key, value))
+            result = self.forward(query[None], key, value, mask=mask, bias=bias, positions=positions, cache=cache,
+                                  need_weights=need_weights)  # type: ignore[call-overload]  # fmt: skip
+            return (result[0][0], result[1][0]) if need_weights else result[0]
+        key = query if key is None else key
+        value = key if value is None else value
+        self._check_inputs(query, key, value)
+
+        q = self._split(self.q_proj(query), self.q_norm, self.head_dim)  # (B, H, N, D)
+        if cache is None or not cache.complete:
+            k = self._split(self.k_proj(key), self.k_norm, self.head_dim)  # (B, G, M, D)
+            v = self._split(self.v_proj(value), None, self.value_head_dim)  # (B, G, M, E)
+        else:
+            k, v = cache.keys, cache.values
+            assert k is not None and v is not None
+        q, k, v, options = self._place(q, k, v, positions, cache, own_keys=key is query, mask=mask, bias=bias)
+        out = attend(q, k, v, dropout=self.dropout if self.training else 0.0, kernel=self.kernel, **options)
+        out = self.out_proj(out.transpose(1, 2).flatten(2))  # heads side by side, (B, N, H * E) -> (B, N, W)
+        if cache is not None:
+            cache.settle()
+        return (out, attention_weights(q, k, **options)) if need_weights else out
+
+    def _split(self, x: Tensor, norm: nn.Module | None, width: int) -> Tensor:
+        """(B, N, heads * width) -> (B, heads, N, width). The heads are counted from x: it may hold a shard of them."""
+        x = x.unflatten(-1, (-1, width))
+        return (x if norm is None else norm(x)).transpose(1, 2)
+
+    def _place(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor | None,
+        cache: KVCache | RollingCache | None,
+        *,
+        own_keys: bool,
+        mask: Mask | Tensor | None,
+        bias: BiasLike | None,
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """Turn q and k to where they stand, join what the cache holds, and say the rest of it in `attend`'s words."""
+        n, new = q.shape[2], k.shape[2]
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        rotary = self.position_encoding if isinstance(self.position_encoding, Rotary) else None
+        biases = [*as_biases(self.position_encoding if rotary is None else None)]
+
+        if cache is None or cache.complete or not own_keys:
+            slots = Slots(positions=positions, key_positions=positions if own_keys else None)
+            held = 0
+        else:
+            slots, held = cache.number(new, positions), len(cache)
+        if cache is not None and not cache.complete and not cache.before_rotary:
+            k = _turn(rotary, k, slots.positions if own_keys else None, held, held + new)
+            k, v = cache.append(k, v)
+            turned = True
+        elif cache is not None and not cache.complete:
+            k, v = cache.append(k, v)
+            turned = False
+        else:
+            turned = cache is not None
+        m = k.shape[2]
+        if not turned:
+            k = _turn(rotary, k, slots.key_positions, 0, m)
+        plain_q, q = q, _turn(rotary, q, slots.positions, m - n, m)
+        if slots.sinks and rotary is not None:
+            # One product for both numberings: queries carry both turns side by side, each key meets one of them.
+            near = _turn(rotary, plain_q, torch.arange(m - n, m, device=q.device).clamp(max=slots.last), 0, m)
+            q = torch.cat([q, near], dim=-1)
+            sinks, rest = k[:, :, : slots.sinks], k[:, :, slots.sinks :]
+            k = torch.cat([torch.cat([x, torch.zeros_like(x)], -1) if x is rest else torch.cat([torch.zeros_like(x), x], -1)
+                           for x in (sinks, rest)], dim=2)  # fmt: skip
+        if slots.sinks:
+            biases = [Saturated(one, slots.sinks, slots.last) for one in biases]
+        biases += as_biases(bias)
+        mask = None if mask is None else as_mask(mask)
+        if slots.mask is not None:
+            mask = slots.mask if mask is None else slots.mask & mask
+        options: dict[str, Any] = {"scale": scale, "softcap": self.softcap, "sinks": self.sinks, "mask": mask,
+                                   "bias": biases or None, "positions": slots.positions,
+                                   "key_positions": slots.key_positions}  # fmt: skip
+        return q, k, v, options
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        for what, x, width in (("query", query, self.query_dim), ("key", key, self.key_dim), ("value", value, self.value_dim)):
+            if x.dim() != 3 or x.shape[-1] != width:
+                raise bad_value(what, expected=f"shape (B, length, {width}) or (length, {width})", received=shape_of(x),
+                                remedy="inputs are batch first; widths are set by query_dim, key_dim, value_dim")  # fmt: skip
+            if x.shape[0] != query.shape[0]:
+                raise bad_value(what, expected=f"a batch of {query.shape[0]}, as the query's", received=shape_of(x))
+        if key.shape[1] != value.shape[1]:
+            raise bad_value("key, value", expected="the same length", received=f"{shape_of(key)}, {shape_of(value)}")
+        weight = self.q_proj.weight
+        if query.dtype != weight.dtype and not torch.is_autocast_enabled(query.device.type):
+            raise bad_type("query", expected=f"{weight.dtype}, as the layer's weights", received=query.dtype,
+                           remedy="layer.to(dtype), query.to(dtype) or torch.autocast")  # fmt: skip
+        if query.device != weight.device:
+            raise bad_value("query", expected=f"device {weight.device}, as the layer's weights", received=query.device,
+                            remedy="layer.to(device) or query.to(device)")  # fmt: skip
+
+    def describe(self, tokens: int = 128, *, batch: int = 1) -> str:
+        """The walk through the layer for a text of `tokens`: shapes at each step, parameters, multiply-adds, cache.
+
+        >>> print(MultiHeadAttention(16, 4, num_kv_heads=2, bias=False).describe(5))
+        step     what                              shape            parameters  multiply-adds
+        project  q_proj                            (1, 5, 16)              256          1,280
+                 k_proj                            (1, 5, 8)               128            640
+                 v_proj                            (1, 5, 8)               128            640
+        split    4 heads of q                      (1, 4, 5, 4)
+                 2 heads of k                      (1, 2, 5, 4)
+                 2 heads of v                      (1, 2, 5, 4)
+        score    q k^T * 0.5                       (1, 4, 5, 5)                           400
+        weigh    softmax, times v                  (1, 4, 5, 4)                           400
+        merge    heads side by side                (1, 5, 16)
+        project  out_proj                          (1, 5, 16)              256          1,280
+        total                                                              768          4,640
+        cache: 64 bytes per token (2 kv heads x (4 + 4) x 4 bytes)
+        """
+        h, g, d, e = self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim
+        b, n = batch, tokens
+        rows: list[tuple[str, str, tuple[int, ...] | None, int | None, int | None]] = []
+
+        def project(step: str, name: str) -> None:
+            linear: nn.Linear = getattr(self, name)
+            count = sum(p.numel() for p in linear.parameters())
+            rows.append((step, name, (b, n, linear.out_features), count, b * n * linear.weight.numel()))
+
+        project("project", "q_proj")
+        project("", "k_proj")
+        project("", "v_proj")
+        rows += [("split", f"{h} heads of q", (b, h, n, d), None, None), ("", f"{g} heads of k", (b, g, n, d), None, None),
+                 ("", f"{g} heads of v", (b, g, n, e), None, None)]  # fmt: skip
+        if self.q_norm is not None and self.k_norm is not None:
+            count = sum(p.numel() for norm in (self.q_norm, self.k_norm) for p in norm.parameters())
+            rows.append(("", f"{type(self.q_norm).__name__} of q and k", (b, h, n, d), count, None))
+        if self.position_encoding is not None:
+            count = sum(p.numel() for p in self.position_encoding.parameters())
+            rows.append(("place", f"{type(self.position_encoding).__name__}", None, count or None, None))
+        scale = d**-0.5 if self.scale is None else self.scale
+        cap = "" if self.softcap is None else f", capped at {self.softcap:g}"
+        rows.append(("score", f"q k^T * {scale:.4g}{cap}", (b, h, n, n), None, b * h * n * n * d))
+        sinks = "" if self.sinks is None else " with sinks"
+        count = None if self.sinks is None else self.sinks.numel()
+        rows.append(("weigh", f"softmax{sinks}, times v", (b, h, n, e), count, b * h * n * n * e))
+        rows.append(("merge", "heads side by side", (b, n, h * e), None, None))
+        project("project", "out_proj")
+        total = sum(row[3] or 0 for row in rows), sum(row[4] or 0 for row in rows)
+        lines = [f"{'step':8} {'what':33} {'shape':16} {'parameters':>10} {'multiply-adds':>14}"]
+        for step, what, shape, parameters, products in (*rows, ("total", "", None, *total)):
+            cells = ("" if shape is None else str(shape), *("" if x is None else f"{x:,}" for x in (parameters, products)))
+            lines.append(f"{step:8} {what:33} {cells[0]:16} {cells[1]:>10} {cells[2]:>14}".rstrip())
+        size = self.k_proj.weight.element_size()
+        lines.append(f"cache: {g * (d + e) * size:,} bytes per token ({g} kv heads x ({d} + {e}) x {size} bytes)")
+        return "\n".join(lines)
+
+    def extra_repr(self) -> str:
+        parts = [f"{self.embed_dim}, num_heads={self.num_heads}"]
+        if self.num_kv_heads != self.num_heads:
+            parts.append(f"num_kv_heads={self.num_kv_heads}")
+        parts.append(f"head_dim={self.head_dim}")
+        for name, default in (("value_head_dim", self.head_dim), ("dropout", 0.0), ("scale", None), ("softcap", None),
+                              ("kernel", "auto")):  # fmt: skip
+            if getattr(self, name) != default:
+                parts.append(f"{name}={getattr(self, name)!r}")
+        return ", ".join(parts)
+
+
+class AttentionBlock(nn.Module):
+    """Residual and LayerNorm around an attention layer.
+
+    `norm="post"`: norm(x + dropout(layer(x))), as in the first transformer and BERT. `norm="pre"`: x + dropout(layer(norm(x))),
+    as in GPT-2. Arguments beyond the first go to the layer as they are (memory for cross attention is not normalised).
+
+    >>> block = AttentionBlock(MultiHeadAttention(16, 4), norm="pre")
+    >>> block(torch.randn(2, 5, 16)).shape
+    torch.Size([2, 5, 16])
+    """
+
+    def __init__(
+        self, layer: MultiHeadAttention, norm: Literal["post", "pre"] = "post", dropout: float = 0.0, *, eps: float = 1e-5
+    ) -> None:
+        super().__init__()
+        if norm not in ("post", "pre"):
+            raise bad_value("norm", expected='"post" or "pre"', received=repr(norm))
+        if layer.query_dim != layer.embed_dim:
+            raise bad_value("layer", expected="queries as wide as the output, for the residual adds them",
+                            received=f"query_dim={layer.query_dim}, embed_dim={layer.embed_dim}")  # fmt: skip
+        self.layer = layer
+        self.norm = nn.LayerNorm(layer.embed_dim, eps=eps)
+        self.dropout = nn.Dropout(dropout)
+        self.order = norm
+
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **options: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As the layer's: (B, N, W) to (B, N, W), with the weights beside it where `need_weights`."""
+        pre = self.order == "pre"
+        result = self.layer(self.norm(query) if pre else query, key, value, **options)
+        out, weights = result if isinstance(result, tuple) else (result, None)
+        out = query + self.dropout(out)
+        out = out if pre else self.norm(out)
+        return out if weights is None else (out, weights)
+
+    def extra_repr(self) -> str:
+        return f"norm={self.order!r}"
+
+
+def _turn(rotary: Rotary | None, x: Tensor, positions: Tensor | None, start: int, length: int) -> Tensor:
+    if rotary is None:
+        return x
+    return rotary(x, start if positions is None else positions, length=length)
+
+
+def _norm(kind: str | None, width: int) -> nn.Module | None:
+    if kind is None:
+        return None
+    if kind not in ("rms", "layer"):
+        raise bad_value("qk_norm", expected='"rms", "layer" or None', received=repr(kind))
+    return nn.RMSNorm(width, eps=1e-6) if kind == "rms" else nn.LayerNorm(width)
+
+
+def _check_sizes(
+    embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None, value_head_dim: int | None, dropout: float
+) -> None:
+    for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads),
+                       ("head_dim", head_dim), ("value_head_dim", value_head_dim)):  # fmt: skip
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise bad_value(name, expected="an integer of at least 1", received=repr(size))
+    if head_dim is None and embed_dim % num_heads:
+        raise bad_value("num_heads", expected=f"a divisor of embed_dim = {embed_dim}", received=num_heads,
+                        remedy="pass head_dim, which frees the head's width")  # fmt: skip
+    if num_heads % num_kv_heads:
+        raise bad_value("num_kv_heads", expected=f"a divisor of num_heads = {num_heads}", received=num_kv_heads)
+    if not 0.0 <= dropout <= 1.0:
+        raise bad_value("dropout", expected="a probability from 0 to 1", received=dropout)

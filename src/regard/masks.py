@@ -1,0 +1,590 @@
+"""Who may see whom. A mask is a small object that answers for any block of (query, key) pairs, so that no kernel
+ever needs the whole N x M matrix, and masks compose with `&`, `|` and `~`.
+
+    Causal() & Window(128) & Documents(ids)        Causal() | Prefix(16)        ~Padding(lengths=n)
+
+`Causal`, `Window` and `Prefix` compare *positions* (where a token stands); `Padding`, `Documents`, `Keep` and `Hide`
+index *slots* (where it lies in the tensor). The two differ with caches, packed sequences and padding on the left.
+
+A new mask is one class: `fields` names what it is made of, `check` refuses wrong sizes, `block` answers for a tile,
+and `survey` (optional) says which tiles are wholly hidden or wholly visible, so that kernels can skip them.
+
+Letters: B batch, H query heads, N queries, M keys; n, m the sides of one tile; R, C the number of tiles down, across.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.errors import bad_type, bad_value, shape_of
+
+__all__ = [
+    "And",
+    "Causal",
+    "Documents",
+    "Grid",
+    "Hide",
+    "Keep",
+    "Mask",
+    "Not",
+    "Or",
+    "Padding",
+    "Prefix",
+    "Survey",
+    "Tile",
+    "Window",
+    "as_mask",
+    "conjuncts",
+]
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class Tile(NamedTuple):
+    """A rectangle of (query, key) pairs: its slots, and the positions that stand there."""
+
+    queries: int  # N, of the whole plane
+    batch: slice
+    rows: slice
+    cols: slice
+    q_positions: Tensor  # (B|1, n)
+    k_positions: Tensor  # (B|1, m)
+
+
+class Survey(NamedTuple):
+    """What is known of each tile of a grid without looking inside: Kleene's three values as two booleans.
+
+    `some`: a pair of the tile may be visible (False: all are hidden). `every`: all pairs are visible.
+    Both (B|1, R, C). Saying `some=True, every=False` is always right: it means "look inside".
+    """
+
+    some: Tensor
+    every: Tensor
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The whole N x M plane cut into tiles of `height` x `width`; what a mask is asked to survey."""
+
+    queries: int
+    keys: int
+    height: int
+    width: int
+    q_positions: Tensor  # (B|1, N)
+    k_positions: Tensor  # (B|1, M)
+
+    def rows(self, per_query: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and the greatest of (B|1, N) within each row of tiles: two of (B|1, R, 1)."""
+        low, high = _extremes(per_query, self.height)
+        return low[:, :, None], high[:, :, None]
+
+    def cols(self, per_key: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and the greatest of (B|1, M) within each column of tiles: two of (B|1, 1, C)."""
+        low, high = _extremes(per_key, self.width)
+        return low[:, None, :], high[:, None, :]
+
+
+def _extremes(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Least and greatest of each run of `size` values: (B, L) -> two (B, ceil(L / size))."""
+    short = -values.shape[-1] % size
+    if short:  # repeat the last value: it changes neither extreme
+        values = torch.cat([values, values[:, -1:].expand(-1, short)], dim=-1)
+    runs = values.unflatten(-1, (-1, size))
+    return runs.amin(-1), runs.amax(-1)
+
+
+class Mask:
+    """Base of all masks. True means: may attend.
+
+    >>> mask = Causal() & Window(2)
+    >>> mask
+    Causal() & Window(2)
+    >>> mask.dense(3, 3)[0, 0].int().tolist()
+    [[1, 0, 0], [1, 1, 0], [0, 1, 1]]
+    >>> print(mask.draw(3))
+    █··
+    ██·
+    ·██
+    """
+
+    fields: ClassVar[tuple[str, ...]] = ()
+    kinds: ClassVar[dict[str, type[Mask]]] = {}  # by name, so that operators can rebuild a mask from its parts
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        Mask.kinds[cls.__name__] = cls
+
+    def block(self, tile: Tile) -> Tensor:
+        """Which pairs of the tile are visible: boolean, broadcastable to (B, H, n, m)."""
+        raise NotImplementedError
+
+    def survey(self, grid: Grid) -> Survey:
+        """Which tiles are wholly hidden or wholly visible. By default nothing is known."""
+        unknown = torch.ones(1, 1, 1, dtype=torch.bool, device=grid.q_positions.device)
+        return Survey(unknown, ~unknown)
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        """Raise where this mask does not fit attention of shape (B, H, N, M)."""
+
+    def dense(
+        self, queries: int, keys: int | None = None, *, positions: Tensor | None = None, key_positions: Tensor | None = None
+    ) -> Tensor:
+        """The whole mask at once: boolean, (1|B, 1|H, N, M). For small sizes and for looking.
+
+        Without positions the last query stands at the last key.
+        """
+        keys = queries if keys is None else keys
+        tile = whole(queries, keys, positions=positions, key_positions=key_positions, device=self._device())
+        visible = self.block(tile)
+        return visible.expand(*visible.shape[:2], queries, keys)
+
+    def draw(self, queries: int = 8, keys: int | None = None, *, batch: int = 0, head: int = 0) -> str:
+        """A small text picture: one line per query, `█` where it may look, `·` where not."""
+        picture = self.dense(queries, keys)
+        rows = picture[min(batch, picture.shape[0] - 1), min(head, picture.shape[1] - 1)].tolist()
+        return "\n".join("".join("█" if seen else "·" for seen in row) for row in rows)
+
+    def _device(self) -> torch.device | None:
+        for name in self.fields:
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                return value.device
+            if isinstance(value, Mask) and value._device() is not None:
+                return value._device()
+        return None
+
+    def __and__(self, other: Mask) -> Mask:
+        return And(self, as_mask(other))
+
+    def __or__(self, other: Mask) -> Mask:
+        return Or(self, as_mask(other))
+
+    __rand__ = __and__
+    __ror__ = __or__
+
+    def __invert__(self) -> Mask:
+        return self.inner if isinstance(self, Not) else Not(self)
+
+    def __bool__(self) -> bool:
+        raise bad_type("mask", expected="`a & b`, `a | b` or `~a`", received="`a and b`, `not a` or `if a`",
+                       remedy="masks compose with &, | and ~; test for absence with `is None`")  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+
+class Causal(Mask):
+    """A query sees the keys at its own position and before. By default the last query stands at the last key."""
+
+    def block(self, tile: Tile) -> Tensor:
+        return (tile.k_positions[:, None, :] <= tile.q_positions[:, :, None])[:, None]
+
+    def survey(self, grid: Grid) -> Survey:
+        q_low, q_high = grid.rows(grid.q_positions)
+        k_low, k_high = grid.cols(grid.k_positions)
+        return Survey(k_low <= q_high, k_high <= q_low)
+
+
+class Window(Mask):
+    """A query sees its neighbours. `Window(size)`: the `size` keys that end at its own, itself included.
+    `Window(before=b, after=a)`: b before, itself, a after (either is 0 where it is not given).
+
+    >>> print((Window(3)).draw(4))
+    █···
+    ██··
+    ███·
+    ·███
+    >>> print(Window(before=1, after=1).draw(4))
+    ██··
+    ███·
+    ·███
+    ··██
+    """
+
+    fields = ("before", "after")
+
+    def __init__(self, size: int | None = None, *, before: int | None = None, after: int | None = None) -> None:
+        if (size is None) == (before is None and after is None):
+            raise bad_value("Window", expected="either a size, or before= and after=",
+                            received=f"size={size}, before={before}, after={after}",
+                            remedy="Window(128), or Window(before=127, after=0)")  # fmt: skip
+        if size is not None:
+            _whole_number("Window size", size, at_least=1)
+            before, after = size - 1, 0
+        self.before = 0 if before is None else before
+        self.after = 0 if after is None else after
+        _whole_number("Window before", self.before, at_least=0)
+        _whole_number("Window after", self.after, at_least=0)
+
+    def block(self, tile: Tile) -> Tensor:
+        ahead = tile.k_positions[:, None, :] - tile.q_positions[:, :, None]  # (B|1, n, m)
+        return ((ahead >= -self.before) & (ahead <= self.after))[:, None]
+
+    def survey(self, grid: Grid) -> Survey:
+        q_low, q_high = grid.rows(grid.q_positions)
+        k_low, k_high = grid.cols(grid.k_positions)
+        least, most = k_low - q_high, k_high - q_low  # how far ahead the tile's keys can be
+        return Survey((most >= -self.before) & (least <= self.after), (least >= -self.before) & (most <= self.after))
+
+    def __repr__(self) -> str:
+        return f"Window(before={self.before}, after={self.after})" if self.after else f"Window({self.before + 1})"
+
+
+class Prefix(Mask):
+    """Every query sees the keys whose position is below `n` (one number, or one per batch item).
+
+    Alone it hides all that comes after; the mask of a prefix language model is `Causal() | Prefix(n)`.
+    """
+
+    fields = ("n",)
+
+    def __init__(self, n: int | Tensor) -> None:
+        if isinstance(n, Tensor):
+            n = _integers("Prefix", n, dims=1, say="an integer, or an integer tensor (B,)")
+        else:
+            _whole_number("Prefix", n, at_least=0)
+        self.n = n
+
+    def _n(self, batch: slice = slice(None)) -> Tensor | int:
+        return _of_batch(self.n, batch)[:, None] if isinstance(self.n, Tensor) else self.n
+
+    def block(self, tile: Tile) -> Tensor:
+        return (tile.k_positions < self._n(tile.batch))[:, None, None, :]
+
+    def survey(self, grid: Grid) -> Survey:
+        low, high = _extremes(grid.k_positions, grid.width)
+        return Survey((low < self._n())[:, None, :], (high < self._n())[:, None, :])
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        if isinstance(self.n, Tensor):
+            _fits("Prefix", self.n, ("B", batch))
+
+    def __repr__(self) -> str:
+        return f"Prefix({_short(self.n)})"
+
+
+class Padding(Mask):
+    """Which key slots hold real tokens. `Padding(lengths=...)`: the first `lengths[b]` of them, integers (B,).
+    `Padding(keep=...)`: boolean (B, M), True where the token is real. Queries are not masked.
+
+    >>> print(Padding(lengths=torch.tensor([2])).draw(3))
+    ██·
+    ██·
+    ██·
+    """
+
+    fields = ("lengths", "keep")
+
+    def __init__(self, lengths: Tensor | None = None, keep: Tensor | None = None) -> None:
+        if (lengths is None) == (keep is None):
+            raise bad_value("Padding", expected="exactly one of lengths= and keep=",
+                            received="both" if lengths is not None else "neither")  # fmt: skip
+        if lengths is not None:
+            if isinstance(lengths, Tensor) and lengths.dtype is torch.bool:
+                raise bad_type("Padding lengths", expected="an integer tensor (B,)",
+                               received=f"a boolean tensor of shape {shape_of(lengths)}",
+                               remedy="Padding(keep=...) takes the boolean (B, M) mask of real tokens")  # fmt: skip
+            lengths = _integers("Padding lengths", lengths, dims=1, say="an integer tensor (B,)")
+        if keep is not None:
+            keep = _booleans("Padding keep", keep)
+            if keep.dim() != 2:
+                raise bad_value("Padding keep", expected="a boolean tensor (B, M)", received=f"shape {shape_of(keep)}")
+        self.lengths, self.keep = lengths, keep
+
+    def block(self, tile: Tile) -> Tensor:
+        if self.keep is not None:
+            return _of_batch(self.keep, tile.batch)[:, None, None, tile.cols]
+        assert self.lengths is not None
+        slots = torch.arange(tile.cols.start, tile.cols.stop, device=self.lengths.device)
+        return (slots < _of_batch(self.lengths, tile.batch)[:, None])[:, None, None, :]
+
+    def survey(self, grid: Grid) -> Survey:
+        if self.keep is not None:
+            low, high = _extremes(self.keep.to(torch.uint8), grid.width)
+            return Survey((high > 0)[:, None, :], (low > 0)[:, None, :])
+        assert self.lengths is not None
+        starts = torch.arange(0, grid.keys, grid.width, device=self.lengths.device)
+        stops = (starts + grid.width).clamp(max=grid.keys)
+        lengths = self.lengths[:, None, None]
+        return Survey(starts < lengths, stops <= lengths)
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        if self.keep is not None:
+            _fits("Padding keep", self.keep, ("B", batch), ("M", keys), exact=("M",))
+        else:
+            assert self.lengths is not None
+            _fits("Padding lengths", self.lengths, ("B", batch))
+
+    def __repr__(self) -> str:
+        return f"Padding(keep={_short(self.keep)})" if self.keep is not None else f"Padding({_short(self.lengths)})"
+
+
+class Documents(Mask):
+    """Packed sequences: a query sees the keys of its own document. `ids` (N,) or (B, N) integers, equal within a
+    document; `key_ids` (M,) or (B, M) where the keys are others. Where `ids` covers all M slots of a cache and there
+    are fewer queries, the queries are the last N of them.
+
+    >>> print((Causal() & Documents(torch.tensor([0, 0, 1, 1]))).draw(4))
+    █···
+    ██··
+    ··█·
+    ··██
+    """
+
+    fields = ("ids", "key_ids")
+
+    def __init__(self, ids: Tensor, key_ids: Tensor | None = None) -> None:
+        say = "an integer tensor (N,) or (B, N)"
+        self.ids = _integers("Documents ids", ids, dims=2, say=say)
+        self.key_ids = None if key_ids is None else _integers("Documents key_ids", key_ids, dims=2, say=say)
+
+    def _sides(self, queries: int) -> tuple[Tensor, Tensor]:
+        if self.key_ids is not None:
+            return self.ids, self.key_ids
+        return self.ids[:, max(self.ids.shape[1] - queries, 0) :], self.ids
+
+    def block(self, tile: Tile) -> Tensor:
+        q_ids, k_ids = (_of_batch(ids, tile.batch) for ids in self._sides(tile.queries))
+        return (q_ids[:, tile.rows, None] == k_ids[:, None, tile.cols])[:, None]
+
+    def survey(self, grid: Grid) -> Survey:
+        q_ids, k_ids = self._sides(grid.queries)
+        (q_low, q_high), (k_low, k_high) = grid.rows(q_ids), grid.cols(k_ids)
+        same = (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
+        return Survey((q_low <= k_high) & (k_low <= q_high), same)
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        q_ids, k_ids = self._sides(queries)
+        _fits("Documents ids", q_ids, ("B", batch), ("N", queries), exact=("N",))
+        _fits("Documents key_ids", k_ids, ("B", batch), ("M", keys), exact=("M",))
+
+    def __repr__(self) -> str:
+        keys = "" if self.key_ids is None else f", key_ids={_short(self.key_ids)}"
+        return f"Documents({_short(self.ids)}{keys})"
+
+
+class Keep(Mask):
+    """A boolean tensor, True = may attend: (N, M), (B, N, M) or (B, H, N, M); any axis may be 1."""
+
+    fields = ("tensor",)
+    sense: ClassVar[bool] = True
+
+    def __init__(self, tensor: Tensor) -> None:
+        name = type(self).__name__
+        tensor = _booleans(name, tensor)
+        if not 2 <= tensor.dim() <= 4:
+            raise bad_value(name, expected="shape (N, M), (B, N, M) or (B, H, N, M)", received=f"shape {shape_of(tensor)}",
+                            remedy="padding is masks.Padding(keep=...)")  # fmt: skip
+        if tensor.dim() == 3:
+            tensor = tensor[:, None]
+        self.tensor = tensor if tensor.dim() == 4 else tensor[None, None]
+
+    def block(self, tile: Tile) -> Tensor:
+        part = _of_batch(self.tensor, tile.batch)
+        part = part[:, :, tile.rows] if part.shape[2] > 1 else part
+        part = part[..., tile.cols] if part.shape[3] > 1 else part
+        return part if self.sense else ~part
+
+    def survey(self, grid: Grid) -> Survey:
+        seen = self.tensor.to(torch.uint8)
+        low, high = seen.amin(1), seen.amax(1)  # over heads: (B|1, N|1, M|1)
+        low, high = _tiles(low, grid)[0], _tiles(high, grid)[1]
+        some, every = high > 0, low > 0
+        return Survey(some, every) if self.sense else Survey(~every, ~some)
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        name, shape = type(self).__name__, tuple(self.tensor.shape)
+        if any(got not in (1, want) for got, want in zip(shape, (batch, heads, queries, keys), strict=True)):
+            remedy = "give the mask one of the shapes (N, M), (B, N, M), (B, H, N, M)"
+            if shape[:2] == (1, 1) and shape[2:] == (batch, keys):
+                remedy = "a (B, M) mask of real tokens is masks.Padding(keep=...)"
+            elif shape[1] == 1 and shape[0] not in (1, batch):
+                remedy = "a mask per head is (1, H, N, M)"
+            raise bad_value(name, expected=f"a mask that broadcasts to (B, H, N, M) = {(batch, heads, queries, keys)}",
+                            received=f"{shape}", remedy=remedy)  # fmt: skip
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({_short(self.tensor)})"
+
+
+class Hide(Keep):
+    """The opposite of `Keep`, by name: a boolean tensor, True = may *not* attend (as `nn.MultiheadAttention`)."""
+
+    sense = False
+
+
+class And(Mask):
+    """Visible where both are."""
+
+    fields = ("left", "right")
+
+    def __init__(self, left: Mask, right: Mask) -> None:
+        self.left, self.right = left, right
+
+    def block(self, tile: Tile) -> Tensor:
+        return self.left.block(tile) & self.right.block(tile)
+
+    def survey(self, grid: Grid) -> Survey:
+        a, b = self.left.survey(grid), self.right.survey(grid)
+        return Survey(a.some & b.some, a.every & b.every)
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        self.left.check(batch, heads, queries, keys)
+        self.right.check(batch, heads, queries, keys)
+
+    def __repr__(self) -> str:
+        return " & ".join(f"({m})" if isinstance(m, Or) else f"{m}" for m in (self.left, self.right))
+
+
+class Or(And):
+    """Visible where either is."""
+
+    def block(self, tile: Tile) -> Tensor:
+        return self.left.block(tile) | self.right.block(tile)
+
+    def survey(self, grid: Grid) -> Survey:
+        a, b = self.left.survey(grid), self.right.survey(grid)
+        return Survey(a.some | b.some, a.every | b.every)
+
+    def __repr__(self) -> str:
+        return f"{self.left} | {self.right}"
+
+
+class Not(Mask):
+    """Visible where the other is not."""
+
+    fields = ("inner",)
+
+    def __init__(self, inner: Mask) -> None:
+        self.inner = inner
+
+    def block(self, tile: Tile) -> Tensor:
+        return ~self.inner.block(tile)
+
+    def survey(self, grid: Grid) -> Survey:
+        inner = self.inner.survey(grid)
+        return Survey(~inner.every, ~inner.some)
+
+    def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
+        self.inner.check(batch, heads, queries, keys)
+
+    def __repr__(self) -> str:
+        return f"~({self.inner})" if isinstance(self.inner, And) else f"~{self.inner}"
+
+
+def as_mask(mask: Mask | Tensor) -> Mask:
+    """A mask as it is; a boolean tensor as `Keep`; anything else is an error that says what to write."""
+    if isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, Tensor):
+        return Keep(mask)
+    raise bad_type("mask", expected="a regard.masks.Mask or a boolean tensor (True = may attend)",
+                   received=type(mask).__name__, remedy="masks.Causal(), masks.Padding(...), masks.Keep(t)")  # fmt: skip
+
+
+def conjuncts(mask: Mask | None) -> Iterator[Mask]:
+    """The parts of a mask that all must agree: `a & b & ~(c | d)` is a, b, ~c, ~d.
+
+    >>> list(conjuncts(Causal() & (Window(3) | Prefix(2)) & ~(Prefix(1) | Window(1))))
+    [Causal(), Window(3) | Prefix(2), ~Prefix(1), ~Window(1)]
+    """
+    if mask is None:
+        return
+    if type(mask) is And:
+        yield from conjuncts(mask.left)
+        yield from conjuncts(mask.right)
+    elif type(mask) is Not and type(mask.inner) is Or:
+        yield from conjuncts(~mask.inner.left)
+        yield from conjuncts(~mask.inner.right)
+    else:
+        yield mask
+
+
+def whole(
+    queries: int,
+    keys: int,
+    *,
+    positions: Tensor | None = None,
+    key_positions: Tensor | None = None,
+    device: torch.device | None = None,
+) -> Tile:
+    """The tile that is the whole plane. Without positions the last query stands at the last key."""
+    if key_positions is None:
+        key_positions = torch.arange(keys, device=device)
+    if positions is None:
+        positions = key_positions[..., keys - queries :] if queries <= keys else torch.arange(keys - queries, keys, device=device)
+    return Tile(queries, slice(None), slice(0, queries), slice(0, keys),
+                positions.reshape(-1, queries), key_positions.reshape(-1, keys))  # fmt: skip
+
+
+def _tiles(plane: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """Least and greatest of (B|1, N|1, M|1) within each tile: two of (B|1, R|1, C|1)."""
+    low = high = plane
+    for axis, size in ((1, grid.height), (2, grid.width)):
+        if plane.shape[axis] > 1:
+            short = -plane.shape[axis] % size
+            pad = [0, 0, 0, short] if axis == 1 else [0, short]
+            low = torch.nn.functional.pad(low, pad, value=1).unflatten(axis, (-1, size)).amin(axis + 1)
+            high = torch.nn.functional.pad(high, pad, value=0).unflatten(axis, (-1, size)).amax(axis + 1)
+    return low, high
+
+
+def _of_batch(tensor: Tensor, batch: slice) -> Tensor:
+    return tensor if tensor.shape[0] == 1 else tensor[batch]
+
+
+def _whole_number(what: str, value: object, *, at_least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise bad_type(what, expected="an integer", received=f"{type(value).__name__} {value!r}")
+    if value < at_least:
+        raise bad_value(what, expected=f"at least {at_least}", received=value)
+
+
+def _integers(what: str, tensor: object, *, dims: int, say: str) -> Tensor:
+    """An integer tensor of `dims` axes, the batch first; one axis fewer is taken as a batch of one."""
+    if not isinstance(tensor, Tensor):
+        try:
+            tensor = torch.as_tensor(tensor)
+        except (TypeError, ValueError, RuntimeError):
+            raise bad_type(what, expected=say, received=type(tensor).__name__) from None
+    if tensor.dtype not in _INTEGERS:
+        raise bad_type(what, expected=say, received=f"dtype {tensor.dtype}")
+    if tensor.dim() == dims - 1:
+        tensor = tensor[None]
+    if tensor.dim() != dims:
+        raise bad_value(what, expected=say, received=f"shape {shape_of(tensor)}")
+    return tensor
+
+
+def _booleans(what: str, tensor: object) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        raise bad_type(what, expected="a boolean tensor", received=type(tensor).__name__)
+    if tensor.dtype is not torch.bool:
+        raise bad_type("mask" if what == "Keep" else what, expected="a boolean tensor (True = may attend)",
+                       received=f"dtype {tensor.dtype}",
+                       remedy="masks.Keep(t != 0) where nonzero means visible, masks.Hide(t != 0) where it means hidden "
+                              "(masks.Keep(t) and masks.Hide(t) for booleans), bias=t to add it to the scores")  # fmt: skip
+    return tensor
+
+
+def _fits(what: str, tensor: Tensor, *axes: tuple[str, int], exact: tuple[str, ...] = ()) -> None:
+    """Each axis must be the size named, or 1 (unless it is named in `exact`)."""
+    for got, (name, want) in zip(tensor.shape, axes, strict=True):
+        if got != want and (got != 1 or name in exact):
+            names = ", ".join(name for name, _ in axes)
+            raise bad_value(what, expected=f"({names}) = {tuple(size for _, size in axes)}",
+                            received=f"shape {shape_of(tensor)}")  # fmt: skip
+
+
+def _short(value: object) -> str:
+    """A tensor in a repr: its values where there are few, else its shape."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if value.numel() <= 8 and value.device.type == "cpu" and type(value) is Tensor:
+        return repr(value.tolist() if value.shape[0] != 1 or value.dim() == 1 else value[0].tolist())
+    return repr(tuple(value.shape))

@@ -1,0 +1,20 @@
+"""Where a token is: `Rotary` turns queries and keys by their positions, `Alibi` and `RelativeBias` add to the scores."""
+
+from regard.positions.bias import Alibi, Bias, DenseBias, RelativeBias, Saturated, as_biases
+from regard.positions.rotary import DynamicNTK, Linear, Llama3, LongRoPE, Rotary, YaRN, rotate
+
+__all__ = [
+    "Alibi",
+    "Bias",
+    "DenseBias",
+    "DynamicNTK",
+    "Linear",
+    "Llama3",
+    "LongRoPE",
+    "RelativeBias",
+    "Rotary",
+    "Saturated",
+    "YaRN",
+    "as_biases",
+    "rotate",
+]

@@ -73,13 +73,36 @@ def attend(
     """
     if has_torch_function((q, k, v)):
         return handle_torch_function(
-            attend, (q, k, v), q, k, v, mask=mask, bias=bias, positions=positions, key_positions=key_positions, scale=scale,
-            softcap=softcap, sinks=sinks, dropout=dropout, generator=generator, kernel=kernel,
-        )  # fmt: skip
+            attend,
+            (q, k, v),
+            q,
+            k,
+            v,
+            mask=mask,
+            bias=bias,
+            positions=positions,
+            key_positions=key_positions,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            dropout=dropout,
+            generator=generator,
+            kernel=kernel,
+        )
     call = prepare(
-        q, k, v, mask=mask, bias=bias, positions=positions, key_positions=key_positions, scale=scale, softcap=softcap,
-        sinks=sinks, dropout=dropout, generator=generator,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        mask=mask,
+        bias=bias,
+        positions=positions,
+        key_positions=key_positions,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout=dropout,
+        generator=generator,
+    )
     chosen = kernels.choose(kernel, call)
     if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
         return chosen.output(call)
@@ -105,16 +128,25 @@ def attention_weights(
 
     `stage` gives an earlier step: "scaled", "capped" (after the softcap), "biased" (with bias, and -inf where masked).
 
-    >>> q = torch.tensor([[[[1.0]]]]); k = torch.tensor([[[[0.0], [1.0]]]])
+    >>> q = torch.tensor([[[[1.0]]]])
+    ... k = torch.tensor([[[[0.0], [1.0]]]])
     >>> attention_weights(q, k)[0, 0, 0]  # [1, e] / (1 + e)
     tensor([0.2689, 0.7311])
     """
     if stage not in reference.STAGES:
         raise bad_value("stage", expected=f"one of {reference.STAGES}", received=repr(stage))
     call = prepare(
-        q, k, k, mask=mask, bias=bias, positions=positions, key_positions=key_positions, scale=scale, softcap=softcap,
+        q,
+        k,
+        k,
+        mask=mask,
+        bias=bias,
+        positions=positions,
+        key_positions=key_positions,
+        scale=scale,
+        softcap=softcap,
         sinks=sinks,
-    )  # fmt: skip
+    )
     device = q.device.type if q.device.type != "meta" else "cpu"
     with torch.autocast(device, enabled=False):
         result = reference.weights(call)[0] if stage == "weights" else reference.scores(call, stage)
@@ -167,8 +199,11 @@ def prepare(
         key_positions = _positions("key_positions", key_positions, batch, m)
         if positions is None:
             if n > m:
-                raise bad_value("positions", expected="the queries' own, for there are more of them than keys",
-                                received=f"key_positions alone, with {n} queries and {m} keys")  # fmt: skip
+                raise bad_value(
+                    "positions",
+                    expected="the queries' own, for there are more of them than keys",
+                    received=f"key_positions alone, with {n} queries and {m} keys",
+                )
             positions = key_positions[:, m - n :]
     if isinstance(positions, Tensor):
         positions = _positions("positions", positions, batch, n)
@@ -188,31 +223,58 @@ def prepare(
             raise bad_value("dropout", expected="a probability from 0 to 1", received=dropout)
         dropped = Dropout.of(float(dropout), new_seed(generator, device), batch, heads, n, m)
     return Call(
-        q, k, v, float(scale), q_start, None if softcap is None else float(softcap), mask, biases, positions, key_positions,
-        sinks, dropped,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        float(scale),
+        q_start,
+        None if softcap is None else float(softcap),
+        mask,
+        biases,
+        positions,
+        key_positions,
+        sinks,
+        dropped,
+    )
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if not (q.dim() == k.dim() == v.dim() == 4):
-        raise bad_value("q, k, v", expected="q (B, H, N, D), k (B, G, M, D), v (B, G, M, E)",
-                        received=f"{shape_of(q)}, {shape_of(k)}, {shape_of(v)}",
-                        remedy="heads have an axis of their own: x.unflatten(-1, (heads, -1)).transpose(1, 2)")  # fmt: skip
+        raise bad_value(
+            "q, k, v",
+            expected="q (B, H, N, D), k (B, G, M, D), v (B, G, M, E)",
+            received=f"{shape_of(q)}, {shape_of(k)}, {shape_of(v)}",
+            remedy="heads have an axis of their own: x.unflatten(-1, (heads, -1)).transpose(1, 2)",
+        )
     if not (q.dtype == k.dtype == v.dtype and q.dtype in _FLOATS):
-        raise bad_type("q, k, v", expected="one dtype of float32, bfloat16, float16, float64",
-                       received=f"{q.dtype}, {k.dtype}, {v.dtype}", remedy="convert them with .to(q.dtype)")  # fmt: skip
+        raise bad_type(
+            "q, k, v",
+            expected="one dtype of float32, bfloat16, float16, float64",
+            received=f"{q.dtype}, {k.dtype}, {v.dtype}",
+            remedy="convert them with .to(q.dtype)",
+        )
     if not (q.device == k.device == v.device):
-        raise bad_value("q, k, v", expected="one device", received=f"{q.device}, {k.device}, {v.device}",
-                        remedy="move them with .to(q.device)")  # fmt: skip
+        raise bad_value(
+            "q, k, v",
+            expected="one device",
+            received=f"{q.device}, {k.device}, {v.device}",
+            remedy="move them with .to(q.device)",
+        )
     batch, heads, _, width = q.shape
     groups = k.shape[1]
     if k.shape[0] != batch or v.shape[0] != batch:
-        raise bad_value("q, k, v", expected="one batch size", received=f"{shape_of(q)}, {shape_of(k)}, {shape_of(v)}",
-                        remedy="share keys over a batch by k.expand(B, -1, -1, -1), which copies nothing")  # fmt: skip
+        raise bad_value(
+            "q, k, v",
+            expected="one batch size",
+            received=f"{shape_of(q)}, {shape_of(k)}, {shape_of(v)}",
+            remedy="share keys over a batch by k.expand(B, -1, -1, -1), which copies nothing",
+        )
     if k.shape[3] != width:
         raise bad_value("q, k", expected="the same head width D", received=f"{width} and {k.shape[3]}")
     if k.shape[1:3] != v.shape[1:3]:
-        raise bad_value("k, v", expected="the same heads and length (B, G, M)", received=f"{shape_of(k)}, {shape_of(v)}")
+        raise bad_value(
+            "k, v", expected="the same heads and length (B, G, M)", received=f"{shape_of(k)}, {shape_of(v)}"
+        )
     if groups == 0 or heads % groups:
         raise bad_value("kv heads", expected=f"a divisor of the {heads} query heads", received=groups)
 
@@ -224,5 +286,7 @@ def _positions(what: str, positions: Tensor, batch: int, length: int) -> Tensor:
     if positions.dim() == 1:
         positions = positions[None]
     if positions.dim() != 2 or positions.shape[0] not in (1, batch) or positions.shape[1] != length:
-        raise bad_value(what, expected=f"shape ({length},) or ({batch}, {length})", received=f"shape {shape_of(positions)}")
+        raise bad_value(
+            what, expected=f"shape ({length},) or ({batch}, {length})", received=f"shape {shape_of(positions)}"
+        )
     return positions

@@ -58,8 +58,11 @@ class KVCache:
 
     def __init__(self, capacity: int = 0, *, limit: int | None = None, once: bool = False) -> None:
         if capacity < 0 or (limit is not None and limit < max(capacity, 1)):
-            raise bad_value("KVCache", expected="a capacity of at least 0 and a limit not below it",
-                            received=f"capacity={capacity}, limit={limit}")  # fmt: skip
+            raise bad_value(
+                "KVCache",
+                expected="a capacity of at least 0 and a limit not below it",
+                received=f"capacity={capacity}, limit={limit}",
+            )
         self.capacity, self.limit, self.once = capacity, limit, once
         self.clear()
 
@@ -104,17 +107,29 @@ class KVCache:
         What is returned is a view: valid until the cache next changes.
         """
         if self.complete:
-            raise bad_value("KVCache(once=True)", expected="one append", received="a second one",
-                            remedy="clear() it, or use KVCache()")  # fmt: skip
+            raise bad_value(
+                "KVCache(once=True)",
+                expected="one append",
+                received="a second one",
+                remedy="clear() it, or use KVCache()",
+            )
         new = keys.shape[2]
         self._check(keys, values)
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            raise bad_value("cache", expected="keys and values without gradient", received="some that require it",
-                            remedy="a cache is for inference: use torch.no_grad() or torch.inference_mode()")  # fmt: skip
+            raise bad_value(
+                "cache",
+                expected="keys and values without gradient",
+                received="some that require it",
+                remedy="a cache is for inference: use torch.no_grad() or torch.inference_mode()",
+            )
         end = self._length + new
         if self.limit is not None and end > self.limit:
-            raise bad_value("cache", expected=f"at most {self.limit} tokens", received=f"{self._length} held and {new} new",
-                            remedy="a larger limit, truncate(), or RollingCache, which forgets")  # fmt: skip
+            raise bad_value(
+                "cache",
+                expected=f"at most {self.limit} tokens",
+                received=f"{self._length} held and {new} new",
+                remedy="a larger limit, truncate(), or RollingCache, which forgets",
+            )
         self._reserve(keys, values, end)
         assert self._keys is not None and self._values is not None
         if self._lengths is None:
@@ -134,20 +149,27 @@ class KVCache:
 
         Given positions (N,) or (B, N) are remembered, so that later queries know where these keys stood.
         """
-        if positions is not None or self._positions is not None:
+        if positions is not None:
+            self._check_positions(positions, new)
+        if positions is not None or (self._positions is not None and self._length):
             if self._lengths is not None:
-                raise bad_value("positions", expected="none: rows of different lengths are numbered by the cache",
-                                received="positions for a cache after truncate(lengths)")  # fmt: skip
+                raise bad_value(
+                    "positions",
+                    expected="none: rows of different lengths are numbered by the cache",
+                    received="positions for a cache after truncate(lengths)",
+                )
             before = self._positions
             if before is None:
                 device = None if positions is None else positions.device
                 before = torch.arange(self._length, device=device)[None]
+            before = before[:, : self._length]  # a call that failed before it appended left its own behind
             if positions is None:
                 positions = before[:, -1:] + 1 + torch.arange(new, device=before.device)
             rows = positions if positions.dim() == 2 else positions[None]
             batch = max(before.shape[0], rows.shape[0])
             self._positions = torch.cat([before.expand(batch, -1), rows.expand(batch, -1)], dim=1)
             return Slots(positions=rows, key_positions=self._positions)
+        self._positions = None
         if self._lengths is None:
             return Slots()
         positions = self._lengths[:, None] + torch.arange(new, device=self._lengths.device)
@@ -165,16 +187,24 @@ class KVCache:
         >>> cache.lengths.tolist()
         [4, 2]
         """
+        whole = not (length.is_floating_point() or length.dtype is torch.bool) if isinstance(length, Tensor) else None
+        if whole is False or (whole is None and type(length) is not int):
+            raise bad_type("truncate", expected="an integer, or an integer tensor (B,)", received=repr(length))
         if isinstance(length, Tensor):
             held = self.lengths
             if held is None or length.shape != held.shape:
                 raise bad_value("truncate", expected="a length per row, (B,)", received=f"shape {shape_of(length)}")
             if bool(((length < 0) | (length > held)).any()):
-                raise bad_value("truncate", expected=f"lengths from 0 to those held, {held.tolist()}",
-                                received=length.tolist())  # fmt: skip
+                raise bad_value(
+                    "truncate", expected=f"lengths from 0 to those held, {held.tolist()}", received=length.tolist()
+                )
             if self._positions is not None:
-                raise bad_value("truncate", expected="one length: this cache was given positions",
-                                received="a length per row", remedy="hide slots with masks.Padding(keep=...)")  # fmt: skip
+                raise bad_value(
+                    "truncate",
+                    expected="one length: this cache was given positions",
+                    received="a length per row",
+                    remedy="hide slots with masks.Padding(keep=...)",
+                )
             self._length = int(length.max()) if length.numel() else 0
             self._lengths = length.to(held)
             return
@@ -199,17 +229,43 @@ class KVCache:
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
-            raise bad_value("cache", expected="keys (B, G, N, D) and values (B, G, N, E)",
-                            received=f"{shape_of(keys)} and {shape_of(values)}")  # fmt: skip
+            raise bad_value(
+                "cache",
+                expected="keys (B, G, N, D) and values (B, G, N, E)",
+                received=f"{shape_of(keys)} and {shape_of(values)}",
+            )
         for what, held, new in (("keys", self._keys, keys), ("values", self._values, values)):
             if held is None:
                 continue
             if held.shape[:2] != new.shape[:2] or held.shape[3] != new.shape[3]:
-                raise bad_value(f"cached {what}", expected=f"batch, heads and width {(*held.shape[:2], held.shape[3])}",
-                                received=f"{(*new.shape[:2], new.shape[3])}", remedy="one cache per layer and batch")  # fmt: skip
+                raise bad_value(
+                    f"cached {what}",
+                    expected=f"batch, heads and width {(*held.shape[:2], held.shape[3])}",
+                    received=f"{(*new.shape[:2], new.shape[3])}",
+                    remedy="one cache per layer and batch",
+                )
             if held.dtype != new.dtype or held.device != new.device:
-                raise bad_type(f"cached {what}", expected=f"{held.dtype} on {held.device}",
-                               received=f"{new.dtype} on {new.device}", remedy="clear() the cache")  # fmt: skip
+                raise bad_type(
+                    f"cached {what}",
+                    expected=f"{held.dtype} on {held.device}",
+                    received=f"{new.dtype} on {new.device}",
+                    remedy="clear() the cache",
+                )
+
+    def _check_positions(self, positions: object, new: int) -> None:
+        expected = f"integers (N,) or (B, N) for {new} new tokens"
+        if not isinstance(positions, Tensor):
+            raise bad_type("positions", expected=expected, received=type(positions).__name__)
+        if positions.is_floating_point() or positions.dtype is torch.bool:
+            raise bad_type("positions", expected=expected, received=f"dtype {positions.dtype}")
+        batch = None if self._keys is None else self._keys.shape[0]
+        rows = positions.shape[0] if positions.dim() == 2 else 1
+        if (
+            positions.dim() not in (1, 2)
+            or positions.shape[-1] != new
+            or (batch is not None and rows not in (1, batch))
+        ):
+            raise bad_value("positions", expected=expected, received=f"shape {shape_of(positions)}")
 
     def _reserve(self, keys: Tensor, values: Tensor, length: int) -> None:
         """Room for `length` tokens: twice as much as now, where it has to grow."""
@@ -219,7 +275,8 @@ class KVCache:
         room = max(length, 2 * room, self.capacity)
         room = room if self.limit is None else min(room, self.limit)
         held = self._length
-        grown = [like.new_empty(*like.shape[:2], room, like.shape[3]) for like in (keys, values)]
+        # Zeros: rows of different lengths leave gaps, and a NaN in them would pass through torch's fused attention.
+        grown = [like.new_zeros(*like.shape[:2], room, like.shape[3]) for like in (keys, values)]
         if self._keys is not None and self._values is not None:
             grown[0][:, :, :held] = self._keys[:, :, :held]
             grown[1][:, :, :held] = self._values[:, :, :held]
@@ -243,8 +300,11 @@ class RollingCache:
 
     def __init__(self, window: int, keep_first: int = 4) -> None:
         if window < 1 or keep_first < 0:
-            raise bad_value("RollingCache", expected="a window of at least 1 and keep_first of at least 0",
-                            received=f"window={window}, keep_first={keep_first}")  # fmt: skip
+            raise bad_value(
+                "RollingCache",
+                expected="a window of at least 1 and keep_first of at least 0",
+                received=f"window={window}, keep_first={keep_first}",
+            )
         self.window, self.keep_first = window, keep_first
         self._store = KVCache()
         self.clear()
@@ -270,8 +330,12 @@ class RollingCache:
     def number(self, new: int, positions: Tensor | None = None) -> Slots:
         """Where the `new` tokens and all slots stand. Asked before `append`."""
         if positions is not None:
-            raise bad_value("positions", expected="none: a RollingCache numbers its slots itself", received="a tensor",
-                            remedy="KVCache takes positions")  # fmt: skip
+            raise bad_value(
+                "positions",
+                expected="none: a RollingCache numbers its slots itself",
+                received="a tensor",
+                remedy="KVCache takes positions",
+            )
         # Slots are contiguous numbers, and so are the queries: the window between them is right as it is. Only the
         # distance to the first tokens is not: it stays what it would be had the tokens come one by one.
         mask = Window(self.window) | (Causal() & Prefix(self.keep_first)) if self.keep_first else Window(self.window)
@@ -282,8 +346,9 @@ class RollingCache:
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys (B, G, N, D) before rotary and values (B, G, N, E); returns all that are held."""
+        held = self._store.append(keys, values)
         self.seen += keys.shape[2]
-        return self._store.append(keys, values)
+        return held
 
     def settle(self) -> None:
         """After a call: forget what no later query can see. The next one sees itself and `window - 1` before it."""
@@ -291,9 +356,13 @@ class RollingCache:
         spare = len(self) - last
         if spare <= 0:
             return
-        for held in (self._store._keys, self._store._values):
-            assert held is not None
-            held[:, :, first:last] = held[:, :, first + spare : last + spare].clone()
+        for name in ("_keys", "_values"):
+            held = getattr(self._store, name)
+            kept = held[:, :, first + spare : last + spare]
+            if spare > last:  # a long chunk: let go of the room that it took
+                setattr(self._store, name, torch.cat([held[:, :, :first], kept], dim=2))
+            else:
+                held[:, :, first:last] = kept.clone()
         self._store.truncate(last)
 
     def reorder(self, rows: Tensor) -> None:
@@ -301,4 +370,6 @@ class RollingCache:
         self._store.reorder(rows)
 
     def __repr__(self) -> str:
-        return f"RollingCache(window={self.window}, keep_first={self.keep_first}, holds {len(self)} of {self.seen} tokens)"
+        return (
+            f"RollingCache(window={self.window}, keep_first={self.keep_first}, holds {len(self)} of {self.seen} tokens)"
+        )

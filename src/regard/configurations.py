@@ -17,7 +17,7 @@ __all__ = ["CONFIGURATIONS", "Configuration", "configuration"]
 
 @dataclass(frozen=True)
 class Configuration:
-    """The attention of one model. `positions`: "learned" (added to the tokens, before attention), "rotary" or "relative"."""
+    """The attention of one model. `positions`: "learned" (added to the tokens before), "rotary" or "relative"."""
 
     layers: int
     embed_dim: int
@@ -72,9 +72,22 @@ def _llama(
     qk_norm: str | None = None,
     scaling: Scaling | None = None,
 ) -> Configuration:
-    return Configuration(layers, width, heads, kv_heads, head_dim, bias=bias, out_bias=False, qk_norm=qk_norm,
-                         positions="rotary", rotary_base=base, rotary_scaling=scaling, causal=True, window=window,
-                         context=context)  # fmt: skip
+    return Configuration(
+        layers,
+        width,
+        heads,
+        kv_heads,
+        head_dim,
+        bias=bias,
+        out_bias=False,
+        qk_norm=qk_norm,
+        positions="rotary",
+        rotary_base=base,
+        rotary_scaling=scaling,
+        causal=True,
+        window=window,
+        context=context,
+    )
 
 
 CONFIGURATIONS: dict[str, Configuration] = {
@@ -109,6 +122,10 @@ def configuration(name: str) -> Configuration:
     try:
         return CONFIGURATIONS[name]
     except KeyError:
-        near = difflib.get_close_matches(name, CONFIGURATIONS, n=1)
-        raise bad_value("configuration", expected=f"one of {', '.join(CONFIGURATIONS)}", received=repr(name),
-                        remedy=f"did you mean {near[0]!r}?" if near else "") from None  # fmt: skip
+        near = difflib.get_close_matches(str(name), CONFIGURATIONS, n=1)
+        raise bad_value(
+            "configuration",
+            expected=f"one of {', '.join(CONFIGURATIONS)}",
+            received=repr(name),
+            remedy=f"did you mean {near[0]!r}?" if near else "",
+        ) from None

@@ -94,11 +94,17 @@ class MultiHeadAttention(nn.Module):
         self.value_dim = self.key_dim if value_dim is None else value_dim
         self.dropout, self.scale, self.softcap, self.kernel = dropout, scale, softcap, kernel
         if isinstance(position_encoding, Rotary) and position_encoding.head_dim != self.head_dim:
-            raise bad_value("position_encoding", expected=f"Rotary of head width {self.head_dim}",
-                            received=f"{position_encoding.head_dim}")  # fmt: skip
+            raise bad_value(
+                "position_encoding",
+                expected=f"Rotary of head width {self.head_dim}",
+                received=f"{position_encoding.head_dim}",
+            )
         if position_encoding is not None and not isinstance(position_encoding, nn.Module):
-            raise bad_type("position_encoding", expected="Rotary, Alibi, RelativeBias or None",
-                           received=type(position_encoding).__name__)  # fmt: skip
+            raise bad_type(
+                "position_encoding",
+                expected="Rotary, Alibi, RelativeBias or None",
+                received=type(position_encoding).__name__,
+            )
 
         self.q_proj = nn.Linear(self.query_dim, num_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(self.key_dim, num_kv_heads * self.head_dim, bias=bias)
@@ -139,17 +145,31 @@ class MultiHeadAttention(nn.Module):
 
     @overload
     def forward(
-        self, query: Tensor, key: Tensor | None = ..., value: Tensor | None = ..., *, mask: Mask | Tensor | None = ...,
-        bias: BiasLike | None = ..., positions: Tensor | None = ..., cache: KVCache | RollingCache | None = ...,
+        self,
+        query: Tensor,
+        key: Tensor | None = ...,
+        value: Tensor | None = ...,
+        *,
+        mask: Mask | Tensor | None = ...,
+        bias: BiasLike | None = ...,
+        positions: Tensor | None = ...,
+        cache: KVCache | RollingCache | None = ...,
         need_weights: Literal[False] = ...,
-    ) -> Tensor: ...  # fmt: skip
+    ) -> Tensor: ...
 
     @overload
     def forward(
-        self, query: Tensor, key: Tensor | None = ..., value: Tensor | None = ..., *, mask: Mask | Tensor | None = ...,
-        bias: BiasLike | None = ..., positions: Tensor | None = ..., cache: KVCache | RollingCache | None = ...,
+        self,
+        query: Tensor,
+        key: Tensor | None = ...,
+        value: Tensor | None = ...,
+        *,
+        mask: Mask | Tensor | None = ...,
+        bias: BiasLike | None = ...,
+        positions: Tensor | None = ...,
+        cache: KVCache | RollingCache | None = ...,
         need_weights: Literal[True],
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    ) -> tuple[Tensor, Tensor]: ...
 
     def forward(
         self,
@@ -179,8 +199,16 @@ class MultiHeadAttention(nn.Module):
         """
         if query.dim() == 2:
             key, value = (None if x is None else x[None] for x in (key, value))
-            result = self.forward(query[None], key, value, mask=mask, bias=bias, positions=positions, cache=cache,
-                                  need_weights=need_weights)  # type: ignore[call-overload]  # fmt: skip
+            result = self.forward(
+                query[None],
+                key,
+                value,
+                mask=mask,
+                bias=bias,
+                positions=positions,
+                cache=cache,
+                need_weights=need_weights,
+            )  # type: ignore[call-overload]
             return (result[0][0], result[1][0]) if need_weights else result[0]
         key = query if key is None else key
         value = key if value is None else value
@@ -246,35 +274,62 @@ class MultiHeadAttention(nn.Module):
             near = _turn(rotary, plain_q, torch.arange(m - n, m, device=q.device).clamp(max=slots.last), 0, m)
             q = torch.cat([q, near], dim=-1)
             sinks, rest = k[:, :, : slots.sinks], k[:, :, slots.sinks :]
-            k = torch.cat([torch.cat([x, torch.zeros_like(x)], -1) if x is rest else torch.cat([torch.zeros_like(x), x], -1)
-                           for x in (sinks, rest)], dim=2)  # fmt: skip
+            k = torch.cat(
+                [
+                    torch.cat([x, torch.zeros_like(x)], -1) if x is rest else torch.cat([torch.zeros_like(x), x], -1)
+                    for x in (sinks, rest)
+                ],
+                dim=2,
+            )
         if slots.sinks:
             biases = [Saturated(one, slots.sinks, slots.last) for one in biases]
         biases += as_biases(bias)
         mask = None if mask is None else as_mask(mask)
         if slots.mask is not None:
             mask = slots.mask if mask is None else slots.mask & mask
-        options: dict[str, Any] = {"scale": scale, "softcap": self.softcap, "sinks": self.sinks, "mask": mask,
-                                   "bias": biases or None, "positions": slots.positions,
-                                   "key_positions": slots.key_positions}  # fmt: skip
+        options: dict[str, Any] = {
+            "scale": scale,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "mask": mask,
+            "bias": biases or None,
+            "positions": slots.positions,
+            "key_positions": slots.key_positions,
+        }
         return q, k, v, options
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        for what, x, width in (("query", query, self.query_dim), ("key", key, self.key_dim), ("value", value, self.value_dim)):
+        for what, x, width in (
+            ("query", query, self.query_dim),
+            ("key", key, self.key_dim),
+            ("value", value, self.value_dim),
+        ):
             if x.dim() != 3 or x.shape[-1] != width:
-                raise bad_value(what, expected=f"shape (B, length, {width}) or (length, {width})", received=shape_of(x),
-                                remedy="inputs are batch first; widths are set by query_dim, key_dim, value_dim")  # fmt: skip
+                raise bad_value(
+                    what,
+                    expected=f"shape (B, length, {width}) or (length, {width})",
+                    received=shape_of(x),
+                    remedy="inputs are batch first; widths are set by query_dim, key_dim, value_dim",
+                )
             if x.shape[0] != query.shape[0]:
                 raise bad_value(what, expected=f"a batch of {query.shape[0]}, as the query's", received=shape_of(x))
         if key.shape[1] != value.shape[1]:
             raise bad_value("key, value", expected="the same length", received=f"{shape_of(key)}, {shape_of(value)}")
         weight = self.q_proj.weight
         if query.dtype != weight.dtype and not torch.is_autocast_enabled(query.device.type):
-            raise bad_type("query", expected=f"{weight.dtype}, as the layer's weights", received=query.dtype,
-                           remedy="layer.to(dtype), query.to(dtype) or torch.autocast")  # fmt: skip
+            raise bad_type(
+                "query",
+                expected=f"{weight.dtype}, as the layer's weights",
+                received=query.dtype,
+                remedy="layer.to(dtype), query.to(dtype) or torch.autocast",
+            )
         if query.device != weight.device:
-            raise bad_value("query", expected=f"device {weight.device}, as the layer's weights", received=query.device,
-                            remedy="layer.to(device) or query.to(device)")  # fmt: skip
+            raise bad_value(
+                "query",
+                expected=f"device {weight.device}, as the layer's weights",
+                received=query.device,
+                remedy="layer.to(device) or query.to(device)",
+            )
 
     def describe(self, tokens: int = 128, *, batch: int = 1) -> str:
         """The walk through the layer for a text of `tokens`: shapes at each step, parameters, multiply-adds, cache.
@@ -306,8 +361,11 @@ class MultiHeadAttention(nn.Module):
         project("project", "q_proj")
         project("", "k_proj")
         project("", "v_proj")
-        rows += [("split", f"{h} heads of q", (b, h, n, d), None, None), ("", f"{g} heads of k", (b, g, n, d), None, None),
-                 ("", f"{g} heads of v", (b, g, n, e), None, None)]  # fmt: skip
+        rows += [
+            ("split", f"{h} heads of q", (b, h, n, d), None, None),
+            ("", f"{g} heads of k", (b, g, n, d), None, None),
+            ("", f"{g} heads of v", (b, g, n, e), None, None),
+        ]
         if self.q_norm is not None and self.k_norm is not None:
             count = sum(p.numel() for norm in (self.q_norm, self.k_norm) for p in norm.parameters())
             rows.append(("", f"{type(self.q_norm).__name__} of q and k", (b, h, n, d), count, None))
@@ -325,7 +383,10 @@ class MultiHeadAttention(nn.Module):
         total = sum(row[3] or 0 for row in rows), sum(row[4] or 0 for row in rows)
         lines = [f"{'step':8} {'what':33} {'shape':16} {'parameters':>10} {'multiply-adds':>14}"]
         for step, what, shape, parameters, products in (*rows, ("total", "", None, *total)):
-            cells = ("" if shape is None else str(shape), *("" if x is None else f"{x:,}" for x in (parameters, products)))
+            cells = (
+                "" if shape is None else str(shape),
+                *("" if x is None else f"{x:,}" for x in (parameters, products)),
+            )
             lines.append(f"{step:8} {what:33} {cells[0]:16} {cells[1]:>10} {cells[2]:>14}".rstrip())
         size = self.k_proj.weight.element_size()
         lines.append(f"cache: {g * (d + e) * size:,} bytes per token ({g} kv heads x ({d} + {e}) x {size} bytes)")
@@ -336,8 +397,13 @@ class MultiHeadAttention(nn.Module):
         if self.num_kv_heads != self.num_heads:
             parts.append(f"num_kv_heads={self.num_kv_heads}")
         parts.append(f"head_dim={self.head_dim}")
-        for name, default in (("value_head_dim", self.head_dim), ("dropout", 0.0), ("scale", None), ("softcap", None),
-                              ("kernel", "auto")):  # fmt: skip
+        for name, default in (
+            ("value_head_dim", self.head_dim),
+            ("dropout", 0.0),
+            ("scale", None),
+            ("softcap", None),
+            ("kernel", "auto"),
+        ):
             if getattr(self, name) != default:
                 parts.append(f"{name}={getattr(self, name)!r}")
         return ", ".join(parts)
@@ -355,14 +421,22 @@ class AttentionBlock(nn.Module):
     """
 
     def __init__(
-        self, layer: MultiHeadAttention, norm: Literal["post", "pre"] = "post", dropout: float = 0.0, *, eps: float = 1e-5
+        self,
+        layer: MultiHeadAttention,
+        norm: Literal["post", "pre"] = "post",
+        dropout: float = 0.0,
+        *,
+        eps: float = 1e-5,
     ) -> None:
         super().__init__()
         if norm not in ("post", "pre"):
             raise bad_value("norm", expected='"post" or "pre"', received=repr(norm))
         if layer.query_dim != layer.embed_dim:
-            raise bad_value("layer", expected="queries as wide as the output, for the residual adds them",
-                            received=f"query_dim={layer.query_dim}, embed_dim={layer.embed_dim}")  # fmt: skip
+            raise bad_value(
+                "layer",
+                expected="queries as wide as the output, for the residual adds them",
+                received=f"query_dim={layer.query_dim}, embed_dim={layer.embed_dim}",
+            )
         self.layer = layer
         self.norm = nn.LayerNorm(layer.embed_dim, eps=eps)
         self.dropout = nn.Dropout(dropout)
@@ -400,13 +474,22 @@ def _norm(kind: str | None, width: int) -> nn.Module | None:
 def _check_sizes(
     embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None, value_head_dim: int | None, dropout: float
 ) -> None:
-    for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads),
-                       ("head_dim", head_dim), ("value_head_dim", value_head_dim)):  # fmt: skip
+    for name, size in (
+        ("embed_dim", embed_dim),
+        ("num_heads", num_heads),
+        ("num_kv_heads", num_kv_heads),
+        ("head_dim", head_dim),
+        ("value_head_dim", value_head_dim),
+    ):
         if size is not None and (not isinstance(size, int) or size < 1):
             raise bad_value(name, expected="an integer of at least 1", received=repr(size))
     if head_dim is None and embed_dim % num_heads:
-        raise bad_value("num_heads", expected=f"a divisor of embed_dim = {embed_dim}", received=num_heads,
-                        remedy="pass head_dim, which frees the head's width")  # fmt: skip
+        raise bad_value(
+            "num_heads",
+            expected=f"a divisor of embed_dim = {embed_dim}",
+            received=num_heads,
+            remedy="pass head_dim, which frees the head's width",
+        )
     if num_heads % num_kv_heads:
         raise bad_value("num_kv_heads", expected=f"a divisor of num_heads = {num_heads}", received=num_kv_heads)
     if not 0.0 <= dropout <= 1.0:

@@ -132,7 +132,12 @@ class Mask:
         """Raise where this mask does not fit attention of shape (B, H, N, M)."""
 
     def dense(
-        self, queries: int, keys: int | None = None, *, positions: Tensor | None = None, key_positions: Tensor | None = None
+        self,
+        queries: int,
+        keys: int | None = None,
+        *,
+        positions: Tensor | None = None,
+        key_positions: Tensor | None = None,
     ) -> Tensor:
         """The whole mask at once: boolean, (1|B, 1|H, N, M). For small sizes and for looking.
 
@@ -171,8 +176,12 @@ class Mask:
         return self.inner if isinstance(self, Not) else Not(self)
 
     def __bool__(self) -> bool:
-        raise bad_type("mask", expected="`a & b`, `a | b` or `~a`", received="`a and b`, `not a` or `if a`",
-                       remedy="masks compose with &, | and ~; test for absence with `is None`")  # fmt: skip
+        raise bad_type(
+            "mask",
+            expected="`a & b`, `a | b` or `~a`",
+            received="`a and b`, `not a` or `if a`",
+            remedy="masks compose with &, | and ~; test for absence with `is None`",
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -210,9 +219,12 @@ class Window(Mask):
 
     def __init__(self, size: int | None = None, *, before: int | None = None, after: int | None = None) -> None:
         if (size is None) == (before is None and after is None):
-            raise bad_value("Window", expected="either a size, or before= and after=",
-                            received=f"size={size}, before={before}, after={after}",
-                            remedy="Window(128), or Window(before=127, after=0)")  # fmt: skip
+            raise bad_value(
+                "Window",
+                expected="either a size, or before= and after=",
+                received=f"size={size}, before={before}, after={after}",
+                remedy="Window(128), or Window(before=127, after=0)",
+            )
         if size is not None:
             _whole_number("Window size", size, at_least=1)
             before, after = size - 1, 0
@@ -282,13 +294,19 @@ class Padding(Mask):
 
     def __init__(self, lengths: Tensor | None = None, keep: Tensor | None = None) -> None:
         if (lengths is None) == (keep is None):
-            raise bad_value("Padding", expected="exactly one of lengths= and keep=",
-                            received="both" if lengths is not None else "neither")  # fmt: skip
+            raise bad_value(
+                "Padding",
+                expected="exactly one of lengths= and keep=",
+                received="both" if lengths is not None else "neither",
+            )
         if lengths is not None:
             if isinstance(lengths, Tensor) and lengths.dtype is torch.bool:
-                raise bad_type("Padding lengths", expected="an integer tensor (B,)",
-                               received=f"a boolean tensor of shape {shape_of(lengths)}",
-                               remedy="Padding(keep=...) takes the boolean (B, M) mask of real tokens")  # fmt: skip
+                raise bad_type(
+                    "Padding lengths",
+                    expected="an integer tensor (B,)",
+                    received=f"a boolean tensor of shape {shape_of(lengths)}",
+                    remedy="Padding(keep=...) takes the boolean (B, M) mask of real tokens",
+                )
             lengths = _integers("Padding lengths", lengths, dims=1, say="an integer tensor (B,)")
         if keep is not None:
             keep = _booleans("Padding keep", keep)
@@ -378,8 +396,12 @@ class Keep(Mask):
         name = type(self).__name__
         tensor = _booleans(name, tensor)
         if not 2 <= tensor.dim() <= 4:
-            raise bad_value(name, expected="shape (N, M), (B, N, M) or (B, H, N, M)", received=f"shape {shape_of(tensor)}",
-                            remedy="padding is masks.Padding(keep=...)")  # fmt: skip
+            raise bad_value(
+                name,
+                expected="shape (N, M), (B, N, M) or (B, H, N, M)",
+                received=f"shape {shape_of(tensor)}",
+                remedy="padding is masks.Padding(keep=...)",
+            )
         if tensor.dim() == 3:
             tensor = tensor[:, None]
         self.tensor = tensor if tensor.dim() == 4 else tensor[None, None]
@@ -405,8 +427,12 @@ class Keep(Mask):
                 remedy = "a (B, M) mask of real tokens is masks.Padding(keep=...)"
             elif shape[1] == 1 and shape[0] not in (1, batch):
                 remedy = "a mask per head is (1, H, N, M)"
-            raise bad_value(name, expected=f"a mask that broadcasts to (B, H, N, M) = {(batch, heads, queries, keys)}",
-                            received=f"{shape}", remedy=remedy)  # fmt: skip
+            raise bad_value(
+                name,
+                expected=f"a mask that broadcasts to (B, H, N, M) = {(batch, heads, queries, keys)}",
+                received=f"{shape}",
+                remedy=remedy,
+            )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({_short(self.tensor)})"
@@ -483,8 +509,12 @@ def as_mask(mask: Mask | Tensor) -> Mask:
         return mask
     if isinstance(mask, Tensor):
         return Keep(mask)
-    raise bad_type("mask", expected="a regard.masks.Mask or a boolean tensor (True = may attend)",
-                   received=type(mask).__name__, remedy="masks.Causal(), masks.Padding(...), masks.Keep(t)")  # fmt: skip
+    raise bad_type(
+        "mask",
+        expected="a regard.masks.Mask or a boolean tensor (True = may attend)",
+        received=type(mask).__name__,
+        remedy="masks.Causal(), masks.Padding(...), masks.Keep(t)",
+    )
 
 
 def conjuncts(mask: Mask | None) -> Iterator[Mask]:
@@ -517,9 +547,16 @@ def whole(
     if key_positions is None:
         key_positions = torch.arange(keys, device=device)
     if positions is None:
-        positions = key_positions[..., keys - queries :] if queries <= keys else torch.arange(keys - queries, keys, device=device)
-    return Tile(queries, slice(None), slice(0, queries), slice(0, keys),
-                positions.reshape(-1, queries), key_positions.reshape(-1, keys))  # fmt: skip
+        positions = (
+            key_positions[..., keys - queries :]
+            if queries <= keys
+            else torch.arange(keys - queries, keys, device=device)
+        )
+    # as int64: differences of narrow or unsigned integers would wrap around
+    q_positions, k_positions = (
+        p.to(torch.int64).view(1, -1) if p.dim() == 1 else p.to(torch.int64) for p in (positions, key_positions)
+    )
+    return Tile(queries, slice(None), slice(0, queries), slice(0, keys), q_positions, k_positions)
 
 
 def _tiles(plane: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -565,10 +602,13 @@ def _booleans(what: str, tensor: object) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise bad_type(what, expected="a boolean tensor", received=type(tensor).__name__)
     if tensor.dtype is not torch.bool:
-        raise bad_type("mask" if what == "Keep" else what, expected="a boolean tensor (True = may attend)",
-                       received=f"dtype {tensor.dtype}",
-                       remedy="masks.Keep(t != 0) where nonzero means visible, masks.Hide(t != 0) where it means hidden "
-                              "(masks.Keep(t) and masks.Hide(t) for booleans), bias=t to add it to the scores")  # fmt: skip
+        raise bad_type(
+            "mask" if what == "Keep" else what,
+            expected=f"a boolean tensor (True = may {'not ' if what == 'Hide' else ''}attend)",
+            received=f"dtype {tensor.dtype}",
+            remedy="masks.Keep(t != 0) where nonzero means visible, masks.Hide(t != 0) where it means hidden "
+            "(masks.Keep(t) and masks.Hide(t) for booleans), bias=t to add it to the scores",
+        )
     return tensor
 
 
@@ -577,8 +617,9 @@ def _fits(what: str, tensor: Tensor, *axes: tuple[str, int], exact: tuple[str, .
     for got, (name, want) in zip(tensor.shape, axes, strict=True):
         if got != want and (got != 1 or name in exact):
             names = ", ".join(name for name, _ in axes)
-            raise bad_value(what, expected=f"({names}) = {tuple(size for _, size in axes)}",
-                            received=f"shape {shape_of(tensor)}")  # fmt: skip
+            raise bad_value(
+                what, expected=f"({names}) = {tuple(size for _, size in axes)}", received=f"shape {shape_of(tensor)}"
+            )
 
 
 def _short(value: object) -> str:

@@ -1,38 +1,15 @@
-"""`rotate` against the test cases of ONNX's RotaryEmbedding operator.
-
-ONNX collects its cases into one list of its module, where a second operator collected in the same process
-would find the first one's: so the cases are made in a process of their own.
-"""
+"""`rotate` against the test cases of ONNX's RotaryEmbedding operator."""
 
 from __future__ import annotations
-
-import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from regard.positions.rotary import rotate
 
+from .onnx_cases import collect
+
 pytest.importorskip("onnx", reason="the cases come from the onnx package")
-
-COLLECT = """
-import pickle, sys
-import onnx
-from onnx.backend.test.case.node import collect_testcases
-
-cases = {}
-for case in collect_testcases("RotaryEmbedding"):
-    nodes = case.model.graph.node
-    if len(nodes) != 1 or nodes[0].op_type != "RotaryEmbedding":
-        continue  # the "expanded" twin: the same case, spelled out in smaller operators
-    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in nodes[0].attribute}
-    (inputs, outputs), = case.data_sets
-    cases[case.name] = attributes, dict(zip(nodes[0].input, inputs)), outputs[0]
-with open(sys.argv[1], "wb") as file:
-    pickle.dump(cases, file)
-"""
 
 # Named here, so that a case that disappears or appears is noticed.
 NAMES = [
@@ -47,22 +24,14 @@ NAMES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory):
-    path = tmp_path_factory.mktemp("onnx") / "rotary.pickle"
-    done = subprocess.run([sys.executable, "-c", COLLECT, str(path)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return pickle.loads(path.read_bytes())
-
-
-def test_the_names_are_all_there_are(cases):
-    assert sorted(cases) == NAMES
+def test_the_names_are_all_there_are() -> None:
+    assert sorted(collect("RotaryEmbedding")) == NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_case(cases, name):
-    attributes, inputs, expected = cases[name]
-    inputs = {key: torch.from_numpy(value) for key, value in inputs.items()}
+def test_case(name: str) -> None:
+    case = collect("RotaryEmbedding")[name]
+    attributes, inputs = case.attributes, case.inputs
     x, cos, sin = inputs["input"], inputs["cos_cache"], inputs["sin_cache"]
     if "position_ids" in inputs:
         cos, sin = cos[inputs["position_ids"]], sin[inputs["position_ids"]]  # (positions, R/2) -> (B, N, R/2)
@@ -75,4 +44,4 @@ def test_case(cases, name):
     y = rotate(x, cos, sin, interleaved=bool(attributes.get("interleaved", 0)))
     if packed:
         y = y.transpose(1, 2).flatten(-2)
-    torch.testing.assert_close(y, torch.from_numpy(expected))
+    torch.testing.assert_close(y, case.outputs["output"])  # tighter than ONNX asks for

@@ -39,8 +39,12 @@ def choose(kernel: str, call: Call) -> Kernel:
         if candidate.name == kernel:
             reason = candidate.why_not(call)
             if reason is not None:
-                raise bad_value(f"kernel {kernel!r}", expected="a call that it can serve", received=f"one it cannot: {reason}",
-                                remedy='kernel="auto" chooses one that can')  # fmt: skip
+                raise bad_value(
+                    f"kernel {kernel!r}",
+                    expected="a call that it can serve",
+                    received=f"one it cannot: {reason}",
+                    remedy='kernel="auto" chooses one that can',
+                )
             return candidate
     raise bad_value("kernel", expected=f'"auto" or one of {available()}', received=repr(kernel))
 
@@ -56,5 +60,8 @@ def explain(kernel: str, call: Call) -> str:
         elif reason is not None:
             lines.append(f"{candidate.name}: no, {reason}")
         else:
-            lines.append(f"{candidate.name}: could serve, but {chosen.name} " + ("was named" if kernel != "auto" else "is faster"))
+            lines.append(
+                f"{candidate.name}: could serve, but {chosen.name} "
+                + ("was named" if kernel != "auto" else "is faster")
+            )
     return "\n".join(lines)

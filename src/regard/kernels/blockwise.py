@@ -136,7 +136,7 @@ class _Chunk:
         assert self.call.dropout is not None
         cols = strip.runs[0] if len(strip.runs) == 1 else torch.cat([_numbers(run, self.keys) for run in strip.runs])
         kept = self.call.dropout.block(self.batch, self.heads, strip.rows, cols, self.call.dtype)
-        return kept.view(self.count, -1, strip.width)
+        return kept.expand(self.batch.stop - self.batch.start, -1, -1, -1).reshape(self.count, -1, strip.width)
 
     def sinks(self, strip: _Strip) -> Tensor:
         """The sinks in base 2, one per row: (c * g, R * n, 1)."""
@@ -191,7 +191,9 @@ def _backward(
     biases = call.biases
     want_q, want_k, want_v, *others = wanted
     want_sinks = others.pop(0) if call.sinks is not None else False
-    dq, dk, dv = (torch.empty_like(x) if want else None for x, want in zip((call.q, call.k, call.v), wanted, strict=False))
+    dq, dk, dv = (
+        torch.empty_like(x) if want else None for x, want in zip((call.q, call.k, call.v), wanted, strict=False)
+    )
     d_sinks = torch.zeros_like(call.sinks, dtype=call.dtype) if want_sinks and call.sinks is not None else None
     d_biases = [
         torch.zeros_like(b.weight, dtype=call.dtype) if want else None for b, want in zip(biases, others, strict=True)

@@ -56,8 +56,19 @@ class Call:
     dropout: Dropout | None = None
 
     fields: ClassVar[tuple[str, ...]] = (
-        "q", "k", "v", "scale", "q_start", "softcap", "mask", "biases", "positions", "key_positions", "sinks", "dropout",
-    )  # fmt: skip
+        "q",
+        "k",
+        "v",
+        "scale",
+        "q_start",
+        "softcap",
+        "mask",
+        "biases",
+        "positions",
+        "key_positions",
+        "sinks",
+        "dropout",
+    )
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -36,7 +36,7 @@ def new_seed(generator: torch.Generator | None, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Which weights are dropped: probability `p`, and one number per query row (B, H, N) and key column (1, M)."""
+    """Which weights are dropped: probability `p`, and one number per query row (1|B, H, N) and key column (1|B, M)."""
 
     p: float
     rows: Tensor
@@ -62,10 +62,9 @@ class Dropout:
         return 0.0 if self.p >= 1.0 else 1.0 / (1.0 - self.p)
 
     def block(self, batch: slice, heads: slice, rows: slice, cols: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        """1 where a weight of the block stays and 0 where it is dropped: (B, H, n, m)."""
-        row = self.rows[batch, heads, rows, None]
-        col = self.cols[:, None, None, cols] if self.cols.shape[0] == 1 else self.cols[batch, None, None, cols]
-        x = torch.bitwise_xor(row, col)
+        """1 where a weight of the block stays and 0 where it is dropped: (1|B, H, n, m)."""
+        row, col = (x if x.shape[0] == 1 else x[batch] for x in (self.rows, self.cols))
+        x = torch.bitwise_xor(row[:, heads, rows, None], col[:, None, None, cols])
         x.mul_(_A)
         x.bitwise_xor_(x >> 15)
         x.mul_(_C)

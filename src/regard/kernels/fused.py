@@ -203,4 +203,6 @@ def _runs_fused(call: Call) -> bool:
         return q.device.type == "cuda" and q.dtype is not torch.float64
     mask, causal = _operands(call)
     k, v = call.k, call.v
-    return torch._fused_sdp_choice(q, k, v, mask, 0.0, causal, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]) != 0
+    return (
+        torch._fused_sdp_choice(q, k, v, mask, 0.0, causal, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]) != 0
+    )

@@ -65,8 +65,11 @@ def flatten(call: Call) -> Flat:
             for field in value.fields:
                 visit(getattr(value, field))
         else:
-            raise bad_type("a mask's or a bias's field", expected="a tensor, a number, None or another mask",
-                           received=type(value).__name__)  # fmt: skip
+            raise bad_type(
+                "a mask's or a bias's field",
+                expected="a tensor, a number, None or another mask",
+                received=type(value).__name__,
+            )
 
     biases: list[Tensor] = []
     visit(len(call.biases))
@@ -93,11 +96,15 @@ def unflatten(flat: Flat) -> Call:
             return _assemble(kind, tuple(build() for _ in kind.fields))
         if token == "Dropout":
             return Dropout(*(build() for _ in Dropout.fields))
-        return {"None": lambda: None, "tensor": tensors.__next__, "int": ints.__next__, "float": floats.__next__}[token]()
+        return {"None": lambda: None, "tensor": tensors.__next__, "int": ints.__next__, "float": floats.__next__}[
+            token
+        ]()
 
     biases = tuple(build() for _ in range(build()))
     scale, q_start, softcap, mask, positions, key_positions, dropout = (build() for _ in range(7))
-    return Call(flat.q, flat.k, flat.v, scale, q_start, softcap, mask, biases, positions, key_positions, flat.sinks, dropout)
+    return Call(
+        flat.q, flat.k, flat.v, scale, q_start, softcap, mask, biases, positions, key_positions, flat.sinks, dropout
+    )
 
 
 def _assemble(kind: type, parts: tuple[Any, ...]) -> Any:
@@ -118,7 +125,15 @@ class Loops(Protocol):
     def forward(self, call: Call, height: int, width: int) -> tuple[Tensor, Tensor]: ...
 
     def backward(
-        self, call: Call, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, wanted: list[bool], height: int, width: int
+        self,
+        call: Call,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor,
+        wanted: list[bool],
+        height: int,
+        width: int,
     ) -> list[Tensor]: ...
 
 
@@ -169,7 +184,9 @@ def register(name: str, loops: Loops) -> Callable[..., tuple[Tensor, Tensor]]:
         with _no_autocast(args[0]):
             return loops.forward(unflatten(Flat(*flat)), height, width)
 
-    def backward(out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, wanted: list[bool], *args: Any) -> list[Tensor]:
+    def backward(
+        out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, wanted: list[bool], *args: Any
+    ) -> list[Tensor]:
         *flat, height, width = args
         with _no_autocast(out):
             return loops.backward(unflatten(Flat(*flat)), out, lse, d_out, d_lse, wanted, height, width)

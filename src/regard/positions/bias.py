@@ -10,7 +10,7 @@ Letters: B batch, H query heads, N queries, M keys, K buckets; n, m the sides of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, ClassVar, cast
 
@@ -50,7 +50,9 @@ class Bias:
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         """Raise where this bias does not fit attention of shape (B, H, N, M)."""
         if self.weight.shape[-1] != heads:
-            raise bad_value(f"bias {type(self).__name__}", expected=f"{heads} heads", received=f"{self.weight.shape[-1]}")
+            raise bad_value(
+                f"bias {type(self).__name__}", expected=f"{heads} heads", received=f"{self.weight.shape[-1]}"
+            )
 
 
 class DenseBias(Bias):
@@ -69,18 +71,20 @@ class DenseBias(Bias):
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         wanted = (batch, heads, queries, keys)
         if any(got not in (1, want) for got, want in zip(self.weight.shape, wanted, strict=True)):
-            raise bad_value("bias", expected=f"a tensor that broadcasts to (B, H, N, M) = {wanted}",
-                            received=shape_of(self.weight))  # fmt: skip
+            raise bad_value(
+                "bias", expected=f"a tensor that broadcasts to (B, H, N, M) = {wanted}", received=shape_of(self.weight)
+            )
 
 
 class Slopes(Bias):
-    """`-slope * |query - key|`, one slope per head: weight (1, H)."""
+    """`-slope * |query - key|`, one slope per head: weight (1, H). In float32 at least: bfloat16 counts to 256 only."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
 
     def _distance(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        return (q_positions[:, None, :, None] - k_positions[:, None, None, :]).abs().to(self.weight.dtype)
+        dtype = torch.promote_types(self.weight.dtype, torch.float32)
+        return (q_positions[:, None, :, None] - k_positions[:, None, None, :]).abs().to(dtype)
 
     def block(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         return self._distance(q_positions, k_positions) * -self.weight[:, :, None, None]
@@ -163,11 +167,21 @@ class Alibi(nn.Module):
         super().__init__()
         if num_heads < 1:
             raise bad_value("Alibi num_heads", expected="at least 1", received=num_heads)
+        self._exact = _slopes(num_heads) if slopes is None else None
         if slopes is None:
-            slopes = torch.tensor(_slopes(num_heads))
+            slopes = torch.tensor(self._exact)
         if slopes.shape != (num_heads,):
             raise bad_value("Alibi slopes", expected=f"shape ({num_heads},)", received=shape_of(slopes))
         self.register_buffer("slopes", slopes, persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Alibi:
+        """Move, but keep the paper's slopes exact: `.bfloat16()` would round what is multiplied by distances in the
+        thousands, and `to_empty` would leave nothing of them (they are in no state dict)."""
+        super()._apply(fn, recurse)
+        if self._exact is not None:
+            dtype = torch.promote_types(self.slopes.dtype, torch.float32)
+            self.slopes = torch.tensor(self._exact, dtype=dtype, device=self.slopes.device)
+        return self
 
     def as_bias(self) -> Bias:
         """The same as a `Bias`, for kernels."""
@@ -209,10 +223,17 @@ class RelativeBias(nn.Module):
         super().__init__()
         exact = num_buckets // (4 if bidirectional else 2)
         if exact < 1 or max_distance <= exact:
-            raise bad_value("RelativeBias", expected=f"at least {4 if bidirectional else 2} buckets and a max_distance above "
-                            "the exact ones", received=f"num_buckets={num_buckets}, max_distance={max_distance}")  # fmt: skip
+            raise bad_value(
+                "RelativeBias",
+                expected=f"at least {4 if bidirectional else 2} buckets and a max_distance above the exact ones",
+                received=f"num_buckets={num_buckets}, max_distance={max_distance}",
+            )
         self.max_distance, self.bidirectional = max_distance, bidirectional
-        self.weight = nn.Parameter(torch.zeros(num_buckets, num_heads))
+        self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start again from random weights."""
         nn.init.normal_(self.weight, std=0.02)
 
     def as_bias(self) -> Bias:
@@ -225,7 +246,8 @@ class RelativeBias(nn.Module):
 
     def extra_repr(self) -> str:
         buckets, heads = self.weight.shape
-        return f"num_heads={heads}, num_buckets={buckets}, max_distance={self.max_distance}, bidirectional={self.bidirectional}"
+        far, both = self.max_distance, self.bidirectional
+        return f"num_heads={heads}, num_buckets={buckets}, max_distance={far}, bidirectional={both}"
 
 
 def as_biases(bias: Any) -> tuple[Bias, ...]:
@@ -234,11 +256,19 @@ def as_biases(bias: Any) -> tuple[Bias, ...]:
         return ()
     if isinstance(bias, Tensor):
         if not bias.is_floating_point():
-            raise bad_type("bias", expected="a floating-point tensor, added to the scores", received=f"dtype {bias.dtype}",
-                           remedy="a boolean mask goes to mask=, where True means: may attend")  # fmt: skip
+            raise bad_type(
+                "bias",
+                expected="a floating-point tensor, added to the scores",
+                received=f"dtype {bias.dtype}",
+                remedy="a boolean mask goes to mask=, where True means: may attend",
+            )
         if bias.dim() not in (2, 4):
-            raise bad_value("bias", expected="shape (N, M) or (B, H, N, M)", received=f"shape {shape_of(bias)}",
-                            remedy="unsqueeze the missing axes")  # fmt: skip
+            raise bad_value(
+                "bias",
+                expected="shape (N, M) or (B, H, N, M)",
+                received=f"shape {shape_of(bias)}",
+                remedy="unsqueeze the missing axes",
+            )
         return (DenseBias(bias if bias.dim() == 4 else bias[None, None]),)
     if isinstance(bias, Bias):
         return (bias,)
@@ -246,5 +276,8 @@ def as_biases(bias: Any) -> tuple[Bias, ...]:
         return (bias.as_bias(),)
     if isinstance(bias, Sequence) and not isinstance(bias, str):
         return tuple(one for part in cast("Sequence[Any]", bias) for one in as_biases(part))
-    raise bad_type("bias", expected="a tensor, a bias object (positions.Alibi, positions.RelativeBias) or a list of them",
-                   received=type(bias).__name__)  # fmt: skip
+    raise bad_type(
+        "bias",
+        expected="a tensor, a bias object (positions.Alibi, positions.RelativeBias) or a list of them",
+        received=type(bias).__name__,
+    )

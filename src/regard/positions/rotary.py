@@ -422,9 +422,7 @@ class Llama3(Scaling):
         return (1 - kept) * frequencies / self.factor + kept * frequencies
 
 
-def _periods(
-    base: float | Tensor, width: int, device: torch.device | str | None, dtype: torch.dtype
-) -> Tensor:
+def _periods(base: float | Tensor, width: int, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
     return base ** (torch.arange(0, width, 2, device=device).to(dtype) / width)
 
 
@@ -436,9 +434,7 @@ def _check_positive(scaling: Scaling, *names: str) -> None:
                 f"{type(scaling).__name__}.{name}",
                 expected="a positive number",
                 received=value,
-                remedy=""
-                if name != "factor"
-                else "factor is the extended length over the trained one, e.g. 8.0",
+                remedy="" if name != "factor" else "factor is the extended length over the trained one, e.g. 8.0",
             )
 
 
@@ -524,9 +520,7 @@ class Rotary(nn.Module):
         """What cosine and sine are multiplied by (YaRN and LongRoPE; 1 otherwise)."""
         return self.scaling.amplitude
 
-    def forward(
-        self, x: Tensor, positions: Tensor | int = 0, *, length: int | Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | int = 0, *, length: int | Tensor | None = None) -> Tensor:
         """Turn each token by the angles of its position.
 
         Args:
@@ -603,9 +597,7 @@ class Rotary(nn.Module):
         # Copies and pickles make their own tables: these are on this process's devices, and quickly made.
         return {**self.__dict__, "_tables": {}, "_frequencies": {}}
 
-    def _cos_sin(
-        self, positions: Tensor, length: int | Tensor | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def _cos_sin(self, positions: Tensor, length: int | Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = self.angles(positions, length, dtype=dtype)
         cos, sin = angles.cos(), angles.sin()
         if self.attention_factor == 1:

@@ -1,0 +1,160 @@
+"""From the canonical tensors to a layer and back: sizes are read from shapes, and checked before anything is built.
+
+Letters: H query heads, G kv heads, D head width of q and k, E head width of v, W model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import bad_value, shape_of
+from regard.layer import AttentionBlock, MultiHeadAttention
+from regard.layouts.base import Layout, Tensors
+from regard.positions import Alibi, RelativeBias, Rotary
+
+__all__ = ["build", "build_block", "check_biases", "check_expressible", "sizes", "take"]
+
+_STEMS = ("q_proj", "k_proj", "v_proj", "out_proj")
+
+
+def sizes(tensors: Tensors, num_heads: int, layout: Layout) -> dict[str, Any]:
+    """The arguments of `MultiHeadAttention` that follow from the shapes. Raises where they do not fit each other."""
+
+    def fits(key: str, *shape: int) -> None:
+        if key in tensors and tuple(tensors[key].shape) != shape:
+            raise bad_value(layout.keys.get(key, key), expected=f"shape {shape}, by the other tensors and num_heads = "
+                            f"{num_heads}", received=shape_of(tensors[key]), remedy="check num_heads and layout")  # fmt: skip
+
+    weights = [tensors[f"{stem}.weight"] for stem in _STEMS]
+    for stem, weight in zip(_STEMS, weights, strict=True):
+        if weight.dim() != 2:
+            raise bad_value(f"{stem}.weight", expected="shape (out, in)", received=shape_of(weight))
+    (q_rows, query_dim), (k_rows, key_dim), (v_rows, value_dim), (embed_dim, inner) = (tuple(w.shape) for w in weights)
+    divide("num_heads", num_heads, q_rows, "rows of q")
+    head_dim = q_rows // num_heads
+    if k_rows % head_dim or num_heads % (kv_heads := k_rows // head_dim):
+        raise bad_value(layout.keys.get("k_proj.weight", "k"), expected=f"G * {head_dim} rows, with G a divisor of num_heads "
+                        f"= {num_heads}", received=f"{k_rows} rows", remedy="check num_heads")  # fmt: skip
+    divide("kv heads", kv_heads, v_rows, "rows of v")
+    value_head_dim = v_rows // kv_heads
+    fits("out_proj.weight", embed_dim, num_heads * value_head_dim)
+    for stem, weight in zip(_STEMS, weights, strict=True):
+        fits(f"{stem}.bias", weight.shape[0])
+    for key in ("q_norm.weight", "k_norm.weight", "q_norm.bias", "k_norm.bias"):
+        fits(key, head_dim)
+    fits("sinks", num_heads)
+    fits("norm.weight", embed_dim)
+    fits("norm.bias", embed_dim)
+    return {
+        "embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": kv_heads, "head_dim": head_dim,
+        "value_head_dim": value_head_dim, "query_dim": query_dim, "key_dim": key_dim, "value_dim": value_dim,
+    }  # fmt: skip
+
+
+def divide(what: str, number: int, rows: int, of: str) -> None:
+    """Raise where `number` does not divide the rows."""
+    if not isinstance(number, int) or number < 1 or rows % number:
+        raise bad_value(what, expected=f"a divisor of the {rows} {of}", received=repr(number))
+
+
+def build(tensors: Tensors, size: Mapping[str, Any], options: Mapping[str, Any]) -> MultiHeadAttention:
+    """A layer of these sizes that holds copies of these tensors, in their dtype and on their device."""
+    options = dict(options)
+    norms = [key for key in ("q_norm.weight", "k_norm.weight") if key in tensors]
+    if norms:
+        options.setdefault("qk_norm", "layer" if "q_norm.bias" in tensors else "rms")
+    if len(norms) == 1 or bool(norms) != (options.get("qk_norm") is not None):
+        raise bad_value("qk_norm", expected="weights of a norm of q and of k, or of neither",
+                        received=f"qk_norm={options.get('qk_norm')!r} with {norms or 'no such keys'}")  # fmt: skip
+    with torch.device("meta"):  # nothing is drawn at random only to be written over
+        layer = MultiHeadAttention(**size, sinks="sinks" in tensors, **options)
+    for stem in (*_STEMS, "q_norm", "k_norm"):
+        if f"{stem}.bias" not in tensors and getattr(getattr(layer, stem), "bias", None) is not None:
+            getattr(layer, stem).bias = None
+    assign(layer, tensors)
+    return layer
+
+
+def build_block(
+    tensors: Tensors, size: Mapping[str, Any], options: Mapping[str, Any], **block_options: Any
+) -> AttentionBlock:
+    """The same with the LayerNorm beside it."""
+    layer = build({key: t for key, t in tensors.items() if not key.startswith("norm.")}, size, options)
+    block = AttentionBlock(layer, **block_options)
+    if "norm.bias" not in tensors:
+        block.norm.bias = None  # type: ignore[assignment]
+    assign(block.norm, {key.removeprefix("norm."): t for key, t in tensors.items() if key.startswith("norm.")})
+    return block
+
+
+def assign(module: nn.Module, tensors: Tensors) -> None:
+    """Put copies of the tensors into the module's parameters."""
+    copies = {key: tensor.detach().clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()}
+    left = module.load_state_dict(copies, strict=False, assign=True)
+    assert not left.unexpected_keys and all(key.startswith("position_encoding.") for key in left.missing_keys), left
+
+
+def take(module: MultiHeadAttention | AttentionBlock) -> tuple[MultiHeadAttention, Tensors]:
+    """The layer, and its canonical tensors."""
+    layer = module.layer if isinstance(module, AttentionBlock) else module
+    tensors = layer.state_dict()
+    if isinstance(module, AttentionBlock):
+        tensors |= {f"norm.{key}": tensor for key, tensor in module.norm.state_dict().items()}
+    return layer, dict(tensors)
+
+
+def check_biases(tensors: Tensors, layout: Layout, *, remedy: str) -> None:
+    """Raise where q, k, v and out have biases that the layout has not, or lack some that it always has."""
+    has = "".join(letter for letter, stem in zip("qkvo", _STEMS, strict=True) if f"{stem}.bias" in tensors)
+    if layout.biases is not None and has not in layout.biases:
+        raise bad_value(f"biases of layout {layout.name!r}", expected=" or ".join(map(_on, layout.biases)),
+                        received=_on(has), remedy=remedy)  # fmt: skip
+
+
+def _on(pattern: str) -> str:
+    return "on " + ", ".join("out" if letter == "o" else letter for letter in pattern) if pattern else "none"
+
+
+def check_expressible(module: MultiHeadAttention | AttentionBlock, layout: Layout) -> None:
+    """Raise where the layer has something that the layout's originals cannot be built with."""
+    layer = module.layer if isinstance(module, AttentionBlock) else module
+    if isinstance(module, AttentionBlock) and not (layout.has_norm and module.order == "post"):
+        raise bad_value(f"export as {layout.name!r}", expected="a LayerNorm after the residual" if layout.has_norm else
+                        "a layer without a LayerNorm beside it", received=f"an AttentionBlock with norm={module.order!r}",
+                        remedy="export block.layer, and store block.norm apart")  # fmt: skip
+    for feature, received in _features(layer, layout).items():
+        if feature not in layout.can:
+            raise bad_value(f"export as {layout.name!r}", expected=f"a layer that {layout.origin} could be, without "
+                            f"{feature} of its own", received=received,
+                            remedy="export as 'separate', our own names, which has all of it")  # fmt: skip
+
+
+def _features(layer: MultiHeadAttention, layout: Layout) -> dict[str, str]:
+    width, heads, head_dim = layer.embed_dim, layer.num_heads, layer.head_dim
+    usual = layout.options.get("scale", head_dim**-0.5)
+    encoding = layer.position_encoding
+    has = {
+        "kv heads": (layer.num_kv_heads != heads, f"num_kv_heads={layer.num_kv_heads}, num_heads={heads}"),
+        "value head width": (layer.value_head_dim != head_dim, f"value_head_dim={layer.value_head_dim}, head_dim={head_dim}"),
+        "inner width": (heads * head_dim != width, f"{heads} heads of {head_dim}, embed_dim={width}"),
+        "query width": (layer.query_dim != width, f"query_dim={layer.query_dim}, embed_dim={width}"),
+        "key and value widths": ({layer.key_dim, layer.value_dim} != {width},
+                                 f"key_dim={layer.key_dim}, value_dim={layer.value_dim}, embed_dim={width}"),
+        "rotary": (isinstance(encoding, Rotary), "position_encoding=Rotary"),
+        "alibi": (isinstance(encoding, Alibi), "position_encoding=Alibi"),
+        "scale": ((head_dim**-0.5 if layer.scale is None else layer.scale) != usual,
+                  f"scale={layer.scale or f'{head_dim} ** -0.5'}"),
+        "softcap": (layer.softcap is not None, f"softcap={layer.softcap}"),
+    }  # fmt: skip
+    return {feature: received for feature, (present, received) in has.items() if present}
+
+
+def relative_bias(weight: Tensor, num_heads: int, *, bidirectional: bool, max_distance: int) -> RelativeBias:
+    """A `RelativeBias` for a weight (buckets, heads)."""
+    if weight.dim() != 2 or weight.shape[1] != num_heads:
+        raise bad_value("relative position bias", expected=f"shape (buckets, {num_heads})", received=shape_of(weight))
+    return RelativeBias(num_heads, num_buckets=weight.shape[0], max_distance=max_distance, bidirectional=bidirectional)

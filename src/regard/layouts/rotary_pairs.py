@@ -1,0 +1,79 @@
+"""Rotary turns pairs of a head's widths. Where the two of a pair lie is a convention of whoever stored the weights:
+
+    halves        0 1 2 | 3 4 5    pairs (0, 3) (1, 4) (2, 5)    Llama in transformers, GPT-NeoX; ours
+    interleaved   0 1 | 2 3 | 4 5  pairs (0, 1) (2, 3) (4, 5)    Llama as Meta stores it, GGUF
+
+One becomes the other by permuting the rows of q_proj and k_proj within each head.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from regard.errors import bad_value, shape_of
+from regard.layer import MultiHeadAttention
+from regard.positions import Rotary
+
+__all__ = ["convert_pairs", "rotary_pairs"]
+
+Convertible = TypeVar("Convertible", Tensor, MultiHeadAttention)
+
+
+def rotary_pairs(
+    what: Convertible,
+    num_heads: int | None = None,
+    *,
+    to: Literal["halves", "interleaved"] = "halves",
+    width: int | None = None,
+) -> Convertible:
+    """Permute the rows of q and k from one order of rotary pairs to the other.
+
+    Args:
+        what: a weight (heads * D, in) or bias (heads * D,) of q or k, given back anew; or a `MultiHeadAttention`, whose
+            q and k are changed in place (its position encoding is left as it is).
+        num_heads: how many heads a weight has: H for q, G for k.
+        to: the order after it; before it was the other.
+        width: how many widths of a head are turned; all of them by default (for a layer: as its `Rotary` says).
+
+    >>> rotary_pairs(torch.arange(6), num_heads=1, to="interleaved").tolist()
+    [0, 3, 1, 4, 2, 5]
+    >>> rotary_pairs(torch.tensor([0, 3, 1, 4, 2, 5]), num_heads=1, to="halves").tolist()
+    [0, 1, 2, 3, 4, 5]
+    """
+    if to not in ("halves", "interleaved"):
+        raise bad_value("to", expected='"halves" or "interleaved"', received=repr(to))
+    if isinstance(what, Tensor):
+        if num_heads is None or num_heads < 1 or what.shape[0] % num_heads:
+            raise bad_value("num_heads", expected=f"a divisor of the {what.shape[0]} rows", received=num_heads)
+        return _permuted(what, num_heads, to, width)
+    if width is None and isinstance(what.position_encoding, Rotary):
+        width = what.position_encoding.width
+    state = {key: parameter.data for key, parameter in what.named_parameters()}
+    for key, tensor in convert_pairs(state, what.num_heads, what.num_kv_heads, to, width).items():
+        state[key].copy_(tensor)
+    return what
+
+
+def convert_pairs(
+    tensors: dict[str, Tensor], heads: int, kv_heads: int, to: str, width: int | None = None
+) -> dict[str, Tensor]:
+    """The same for the canonical tensors of a layer: q_proj, k_proj and the norms of a head's q and k."""
+    stems = {"q_proj": heads, "k_proj": kv_heads, "q_norm": 1, "k_norm": 1}
+    return {
+        key: _permuted(tensor, stems[key.split(".")[0]], to, width) if key.split(".")[0] in stems else tensor
+        for key, tensor in tensors.items()
+    }
+
+
+def _permuted(tensor: Tensor, heads: int, to: str, width: int | None) -> Tensor:
+    head_dim = tensor.shape[0] // heads
+    width = head_dim if width is None else width
+    if width % 2 or not 0 < width <= head_dim:
+        raise bad_value("width", expected=f"an even number up to the head's width {head_dim}",
+                        received=f"{width}, for {heads} heads in {shape_of(tensor)}")  # fmt: skip
+    pairs = torch.arange(width, device=tensor.device).view((-1, 2) if to == "halves" else (2, -1)).T.flatten()
+    order = torch.cat([pairs, torch.arange(width, head_dim, device=tensor.device)])
+    return tensor.unflatten(0, (heads, head_dim))[:, order].flatten(0, 1)

@@ -1,0 +1,14 @@
+"""`q_proj k_proj v_proj out_proj`: our own names, also those of Whisper, BART, OPT and CLIP. Each bias on its own."""
+
+from regard.layouts.base import EVERYTHING, Layout, linear
+
+layout = Layout(
+    name="separate",
+    origin="regard, Whisper, BART, OPT, CLIP",
+    keys={
+        **linear(q_proj="q_proj", k_proj="k_proj", v_proj="v_proj", out_proj="out_proj", q_norm="q_norm", k_norm="k_norm"),
+        "sinks": "sinks",
+        "position_encoding.weight": "position_encoding.weight",
+    },
+    can=EVERYTHING,
+)

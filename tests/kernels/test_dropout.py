@@ -73,7 +73,7 @@ def test_the_hash_is_what_the_formula_says() -> None:
         for h in range(3):
             for i in range(5):
                 for j in range(7):
-                    row = mix(wrap(mix(wrap(mix(wrap(seed + b * golden)) + h * golden)) + i * golden))
+                    row = mix(wrap(mix(wrap(seed + (b * 3 + h) * golden)) + i * golden))
                     col = mix(wrap(~seed + j * golden))
                     y = wrap((row ^ col) * 0x2C1B3C6D)
                     y = wrap((y ^ (y >> 15)) * 0x297A2D39)

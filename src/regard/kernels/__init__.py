@@ -1,6 +1,6 @@
 """Ways to compute the same thing. `reference` says what is right; the others are faster or smaller.
 
-To add a kernel: one file with `name`, `why_not`, `forward`, `output` (see `call.py`) and one line in `KERNELS`.
+To add a kernel: one file with `name`, `why_not`, `worth`, `forward`, `output` (see `call.py`) and one line in `KERNELS`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def choose(kernel: str, call: Call) -> Kernel:
     """The kernel for a call: the first that can serve for "auto"; the one named, or an error that says why not."""
     if kernel == "auto":
         for candidate in KERNELS:
-            if candidate.why_not(call) is None:
+            if candidate.why_not(call) is None and candidate.worth(call):
                 return candidate
         raise AssertionError("reference serves every call")
     for candidate in KERNELS:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from regard.kernels import operators
-from regard.kernels.call import Call
+from regard.kernels.call import Call, traced
 from regard.positions import Bias, DenseBias
 
 __all__ = ["forward", "name", "output", "why_not"]
@@ -34,11 +34,17 @@ name = "blockwise"
 LOG2_E = math.log2(math.e)
 STRIP = 2**19  # scores computed at a time: about what the caches of a few cores hold
 TILE = 128  # keys per tile of the survey that finds what is hidden
+SMALL = 2**16  # up to so many scores the formula in full is quicker, and its memory does not matter
 FEWEST_ROWS = 64  # below this a matrix product no longer runs at speed
 
 
 def why_not(call: Call) -> str | None:
     return None
+
+
+def worth(call: Call) -> bool:
+    batch, heads, n, m = call.shape
+    return traced(call.q) or batch * heads * n * m > SMALL  # one node for compilers, whatever the size
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -189,7 +195,7 @@ def _backward(
     call: Call, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, wanted: list[bool], height: int, width: int
 ) -> list[Tensor]:
     biases = call.biases
-    want_q, want_k, want_v, *others = wanted
+    _, want_k, want_v, *others = wanted
     want_sinks = others.pop(0) if call.sinks is not None else False
     dq, dk, dv = (
         torch.empty_like(x) if want else None for x, want in zip((call.q, call.k, call.v), wanted, strict=False)

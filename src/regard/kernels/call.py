@@ -6,6 +6,7 @@ A kernel is a module (or object) with
     why_not(call) -> str | None           None where it can serve the call, else why not, in words
     forward(call) -> (out, lse)           out (B, H, N, E) in q's dtype; lse (B, H, N) in `accumulation_dtype`
     output(call) -> out                   the same without lse, where that is cheaper
+    worth(call) -> bool                   whether "auto" should take it rather than ask the next one
 
 both differentiable in q, k, v, the biases' weights and the sinks. All kernels give the answer of `reference`.
 
@@ -14,8 +15,8 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,12 +25,21 @@ from regard.kernels.dropout import Dropout
 from regard.masks import Grid, Mask, Tile
 from regard.positions import Bias
 
-__all__ = ["Call", "Kernel", "accumulation_dtype"]
+__all__ = ["Call", "Kernel", "accumulation_dtype", "traced"]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What softmax and sums are computed in: float32, or float64 for float64."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def traced(*tensors: Tensor) -> bool:
+    """Whether something other than plain eager torch looks on: a compiler, torch.func, a dispatch mode, fake tensors."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
+        return True
+    return any(x.is_meta or type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
 
 
 @dataclass(frozen=True)
@@ -55,21 +65,6 @@ class Call:
     sinks: Tensor | None = None  # (1|B, H)
     dropout: Dropout | None = None
 
-    fields: ClassVar[tuple[str, ...]] = (
-        "q",
-        "k",
-        "v",
-        "scale",
-        "q_start",
-        "softcap",
-        "mask",
-        "biases",
-        "positions",
-        "key_positions",
-        "sinks",
-        "dropout",
-    )
-
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, N, M)"""
@@ -79,6 +74,17 @@ class Call:
     def dtype(self) -> torch.dtype:
         """The dtype to accumulate in."""
         return accumulation_dtype(self.q.dtype)
+
+    def learned(self) -> list[Tensor]:
+        """What may have a gradient: q, k, v, the sinks (where there are any), the biases' weights."""
+        return [self.q, self.k, self.v, *([] if self.sinks is None else [self.sinks]), *(b.weight for b in self.biases)]
+
+    def with_learned(self, tensors: list[Tensor]) -> Call:
+        """The same call with others in the place of `learned()`."""
+        q, k, v, *others = tensors
+        sinks = None if self.sinks is None else others.pop(0)
+        biases = tuple(bias.with_weight(weight) for bias, weight in zip(self.biases, others, strict=True))
+        return replace(self, q=q, k=k, v=v, sinks=sinks, biases=biases)
 
     def query_positions(self, rows: slice, batch: slice = slice(None)) -> Tensor:
         """Where the queries of some slots stand: (1|B, n)."""
@@ -117,6 +123,8 @@ class Kernel(Protocol):
     def name(self) -> str: ...
 
     def why_not(self, call: Call) -> str | None: ...
+
+    def worth(self, call: Call) -> bool: ...
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]: ...
 

@@ -46,15 +46,14 @@ class Dropout:
 
     @staticmethod
     def of(p: float, seed: Tensor, batch: int, heads: int, queries: int, keys: int) -> Dropout:
-        """The dropout of a whole call: item b, head h, query i and key j have their own numbers 0, 1, 2, ..."""
-        device = seed.device
+        """The dropout of a whole call: head h of item b is number b * heads + h; rows and columns count from 0."""
         seed = seed.to(torch.int32)
-        item, head, row, col = (
-            torch.arange(count, device=device, dtype=torch.int32) for count in (batch, heads, queries, keys)
+        head, row, col = (
+            torch.arange(count, device=seed.device, dtype=torch.int32) for count in (batch * heads, queries, keys)
         )
-        rows = _mix(_mix(_mix(seed + item * _GOLDEN)[:, None] + head * _GOLDEN)[:, :, None] + row * _GOLDEN)
+        rows = _mix(_mix(seed + head * _GOLDEN)[:, None] + row * _GOLDEN)
         cols = _mix(~seed + col * _GOLDEN)
-        return Dropout(p, rows, cols[None])
+        return Dropout(p, rows.view(batch, heads, queries), cols[None])
 
     @property
     def kept(self) -> float:
@@ -74,8 +73,8 @@ class Dropout:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """All 32 bits of each number depend on all of them (two rounds of multiply and fold)."""
+    """All 32 bits of each number depend on all of them (two rounds of multiply and fold). In place: x is a temporary."""
     for multiplier in (_C, _A):
-        x = x * multiplier
-        x = x ^ (x >> 15)
+        x = x.mul_(multiplier)
+        x = x.bitwise_xor_(x >> 15)
     return x

@@ -5,13 +5,12 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from regard.kernels.call import Call
+from regard.kernels.operators import first_derivatives_only
 from regard.masks import Causal, Mask, Window, conjuncts
 from regard.positions import DenseBias
 
@@ -39,7 +38,7 @@ def why_not(call: Call) -> str | None:
         return "a size is zero"
     if call.q.device.type == "meta":
         return "the meta device has no fused attention"
-    if _transformed(call.q):
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
         return "under torch.func it falls back to the N x M matrix"
     if torch.is_grad_enabled() and any(b.weight.requires_grad for b in call.biases):
         return "it gives no gradient to a bias"
@@ -58,6 +57,10 @@ def why_not(call: Call) -> str | None:
     return None
 
 
+def worth(call: Call) -> bool:
+    return True
+
+
 def output(call: Call) -> Tensor:
     mask, causal = _operands(call)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
@@ -69,25 +72,9 @@ def output(call: Call) -> Tensor:
     return out
 
 
-class _FirstOnly(torch.autograd.Function):
-    """Identity that says in our words that there is no second derivative, where torch names an operator of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:
-        raise NotImplementedError(
-            "second derivatives: kernel 'fused' gives first derivatives only; remedy: kernel='reference', "
-            "which gives derivatives of any order"
-        )
-
-
-def _guard(d_inputs: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...] | None:
-    if not torch.is_grad_enabled():  # no graph of the gradient is wanted
-        return None
-    return tuple(None if d is None else _FirstOnly.apply(d) for d in d_inputs)  # type: ignore[misc]
+def _guard(d_inputs: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
+    """Second derivatives shall raise in our words: torch's name an operator of its own."""
+    return tuple(None if d is None else first_derivatives_only(name, [d])[0] for d in d_inputs)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -185,10 +172,6 @@ def _may_leak(call: Call) -> bool:
         return False
     k, v = call.k.detach(), call.v.detach()
     return not bool((k.sum(dtype=call.dtype) + v.sum(dtype=call.dtype)).isfinite())
-
-
-def _transformed(x: Tensor) -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _runs_fused(call: Call) -> bool:

@@ -1,7 +1,10 @@
 """Makes the loops of a kernel one node for compilers: a registered torch operator with fake, autograd and vmap rules.
 
-An operator takes tensors and numbers only. So a `Call` is taken apart into lists of them and a `plan` that says how to put
-it together again: `flatten` and `unflatten`. Whatever names its parts in `fields` (masks, biases, dropout) goes through.
+Three ways lead to the same loops, for torch wants each of them said in its own way:
+
+    eager        an autograd function straight to the loops: the dispatcher's toll is saved
+    torch.func   an autograd function with a `setup_context`, around the operator, which has a vmap rule
+    compilers    the operator itself, with its autograd rule
 """
 
 from __future__ import annotations
@@ -13,106 +16,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from regard.errors import bad_type
-from regard.kernels.call import Call, accumulation_dtype
-from regard.kernels.dropout import Dropout
-from regard.masks import Mask
-from regard.positions import Bias
+from regard.kernels.call import Call, accumulation_dtype, traced
+from regard.kernels.flat import Flat, flatten, unflatten
 
-__all__ = ["Flat", "Loops", "flatten", "new_output", "register", "unflatten"]
-
-
-class Flat(NamedTuple):
-    """A `Call` in pieces. `biases` are the biases' weights and `rest` the tensors that have no gradient."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sinks: Tensor | None
-    biases: list[Tensor]
-    rest: list[Tensor]
-    ints: list[int]
-    floats: list[float]
-    plan: str
-
-
-def flatten(call: Call) -> Flat:
-    """Take a call apart."""
-    rest: list[Tensor] = []
-    ints: list[int] = []
-    floats: list[float] = []
-    plan: list[str] = []
-
-    def visit(value: Any) -> None:
-        if value is None:
-            plan.append("None")
-        elif isinstance(value, Tensor):
-            plan.append("tensor")
-            rest.append(value)
-        elif isinstance(value, float):
-            plan.append("float")
-            floats.append(value)
-        elif isinstance(value, (int, torch.SymInt)):
-            plan.append("int")
-            ints.append(int(value) if isinstance(value, bool) else value)
-        elif isinstance(value, Bias):
-            plan.append(type(value).__name__)
-            biases.append(value.weight)
-            for field in value.fields[1:]:
-                visit(getattr(value, field))
-        elif isinstance(value, (Mask, Dropout)):
-            plan.append(type(value).__name__)
-            for field in value.fields:
-                visit(getattr(value, field))
-        else:
-            raise bad_type(
-                "a mask's or a bias's field",
-                expected="a tensor, a number, None or another mask",
-                received=type(value).__name__,
-            )
-
-    biases: list[Tensor] = []
-    visit(len(call.biases))
-    for bias in call.biases:
-        visit(bias)
-    for value in (call.scale, call.q_start, call.softcap, call.mask, call.positions, call.key_positions, call.dropout):
-        visit(value)
-    return Flat(call.q, call.k, call.v, call.sinks, biases, rest, ints, floats, " ".join(plan))
-
-
-def unflatten(flat: Flat) -> Call:
-    """Put a call together again."""
-    tokens = iter(flat.plan.split(" "))
-    tensors, ints, floats = iter(flat.rest), iter(flat.ints), iter(flat.floats)
-    weights = iter(flat.biases)
-
-    def build() -> Any:
-        token = next(tokens)
-        if token in Bias.kinds:
-            kind = Bias.kinds[token]
-            return _assemble(kind, (next(weights), *(build() for _ in kind.fields[1:])))
-        if token in Mask.kinds:
-            kind = Mask.kinds[token]
-            return _assemble(kind, tuple(build() for _ in kind.fields))
-        if token == "Dropout":
-            return Dropout(*(build() for _ in Dropout.fields))
-        return {"None": lambda: None, "tensor": tensors.__next__, "int": ints.__next__, "float": floats.__next__}[
-            token
-        ]()
-
-    biases = tuple(build() for _ in range(build()))
-    scale, q_start, softcap, mask, positions, key_positions, dropout = (build() for _ in range(7))
-    return Call(
-        flat.q, flat.k, flat.v, scale, q_start, softcap, mask, biases, positions, key_positions, flat.sinks, dropout
-    )
-
-
-def _assemble(kind: type, parts: tuple[Any, ...]) -> Any:
-    """An object from its parts, without its constructor's checks: they were made when the caller built it."""
-    thing = object.__new__(kind)
-    for field, part in zip(kind.fields, parts, strict=True):
-        setattr(thing, field, part)
-    return thing
+__all__ = ["Loops", "first_derivatives_only", "new_output", "register"]
 
 
 class Loops(Protocol):
@@ -222,6 +129,23 @@ def register(name: str, loops: Loops) -> Callable[..., tuple[Tensor, Tensor]]:
 
     torch.library.register_autograd(f"regard::{name}", differentiate, setup_context=remember, lib=_LIBRARY)
 
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, call: Call, height: int, width: int, *learned: Tensor) -> tuple[Tensor, Tensor]:
+            out, lse = loops.forward(call, height, width)
+            ctx.save_for_backward(out, lse, *learned)
+            ctx.call, ctx.sides = call.with_learned([_NOTHING] * len(learned)), (height, width)
+            return out, lse
+
+        @staticmethod
+        def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
+            out, lse, *learned = ctx.saved_tensors
+            wanted = list(ctx.needs_input_grad[3:])
+            with _no_autocast(out), torch.no_grad():
+                made = loops.backward(ctx.call.with_learned(learned), out, lse, d_out, d_lse, wanted, *ctx.sides)
+            made = iter(first_derivatives_only(name, made, d_out, *learned))
+            return None, None, None, *(next(made) if want else None for want in wanted)
+
     class Forward(torch.autograd.Function):
         generate_vmap_rule = True
 
@@ -257,10 +181,7 @@ def register(name: str, loops: Loops) -> Callable[..., tuple[Tensor, Tensor]]:
 
         @staticmethod
         def backward(ctx: Any, *_: Tensor) -> None:
-            raise NotImplementedError(
-                f"second derivatives: kernel {name!r} gives first derivatives only; remedy: kernel='reference', "
-                "which gives derivatives of any order"
-            )
+            raise _no_second_derivative(name)
 
     # vmap: its axis joins the batch.
     def batched_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
@@ -287,15 +208,51 @@ def register(name: str, loops: Loops) -> Callable[..., tuple[Tensor, Tensor]]:
     torch.library.register_vmap(f"regard::{name}_backward", batched_backward, lib=_LIBRARY)
 
     def run(call: Call, height: int = 0, width: int = 0) -> tuple[Tensor, Tensor]:
-        if _plain(call):  # nothing traces and nothing asks for a gradient: the dispatcher's toll can be saved
-            return loops.forward(call, height, width)
-        flat = flatten(call)
-        if torch.compiler.is_compiling():
-            return forward_op(*flat, height, width)
-        layout = Layout(flat.sinks is not None, len(flat.biases), (flat.ints, flat.floats, flat.plan, height, width))
-        return Forward.apply(layout, *layout.row(*flat[:6]))  # type: ignore[return-value]
+        learned = call.learned()
+        if traced(*learned):
+            flat = flatten(call)
+            if torch.compiler.is_compiling():
+                return forward_op(*flat, height, width)
+            layout = Layout(flat.sinks is not None, len(flat.biases), (*flat[6:], height, width))
+            return Forward.apply(layout, *layout.row(*flat[:6]))  # type: ignore[return-value]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in learned):
+            return Eager.apply(call, height, width, *learned)  # type: ignore[return-value]
+        return loops.forward(call, height, width)
 
     return run
+
+
+_NOTHING = torch.empty(0)  # stands for a tensor that autograd keeps
+
+
+class _FirstOnly(torch.autograd.Function):
+    """Identity that has no derivative, and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, x: Tensor, *sources: Tensor) -> Tensor:
+        ctx.name = name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise _no_second_derivative(ctx.name)
+
+
+def first_derivatives_only(name: str, gradients: list[Tensor], *sources: Tensor) -> list[Tensor]:
+    """Gradients that raise in our words when they are differentiated again, by whichever of `sources` they came from.
+
+    Only where a graph of the gradient is wanted is grad mode on in a backward pass.
+    """
+    if not torch.is_grad_enabled():
+        return gradients
+    return [_FirstOnly.apply(name, x, *sources) for x in gradients]  # type: ignore[misc]
+
+
+def _no_second_derivative(name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"second derivatives: kernel {name!r} gives first derivatives only; remedy: kernel='reference', "
+        "which gives derivatives of any order"
+    )
 
 
 def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
@@ -303,17 +260,6 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
-
-
-def _plain(call: Call) -> bool:
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or call.q.device.type == "meta":
-        return False
-    tensors = (call.q, call.k, call.v, call.sinks, *(bias.weight for bias in call.biases))
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is None and all(
-        x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors
-    )
 
 
 def _differentiable(pieces: Any, tensors: Any) -> list[Any]:

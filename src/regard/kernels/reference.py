@@ -21,6 +21,10 @@ def why_not(call: Call) -> str | None:
     return None
 
 
+def worth(call: Call) -> bool:
+    return True
+
+
 def scores(call: Call, stage: str = "biased") -> Tensor:
     """The scores after one of the steps "scaled", "capped", "biased" (with the mask's -inf): (B, H, N, M)."""
     q, k = call.q.to(call.dtype), call.k.to(call.dtype)
@@ -56,17 +60,22 @@ def weights(call: Call) -> tuple[Tensor, Tensor]:
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     p, lse = weights(call)
-    if call.dropout is not None:
-        _, _, n, m = call.shape
-        p = p * call.dropout.block(slice(None), slice(None), slice(0, n), slice(0, m), p.dtype) * call.dropout.kept
-    v = call.v.to(p.dtype)
-    if call.mask is None:
-        return _by_group(p, v).to(call.q.dtype), lse
-    return _weigh(p, v).to(call.q.dtype), lse
+    return _values(call, p), lse
 
 
 def output(call: Call) -> Tensor:
+    if call.mask is None and not call.biases and call.sinks is None:  # nothing is hidden: plain softmax will do
+        return _values(call, scores(call).softmax(-1))
     return forward(call)[0]
+
+
+def _values(call: Call, p: Tensor) -> Tensor:
+    """Dropout, and the values by their weights: (B, H, N, E)."""
+    if call.dropout is not None:
+        n, m = call.shape[2:]
+        p = p * call.dropout.block(slice(None), slice(None), slice(0, n), slice(0, m), p.dtype).mul_(call.dropout.kept)
+    v = call.v.to(p.dtype)
+    return (_by_group(p, v) if call.mask is None else _weigh(p, v)).to(call.q.dtype)
 
 
 def _weigh(p: Tensor, v: Tensor) -> Tensor:

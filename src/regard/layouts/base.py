@@ -22,8 +22,10 @@ from torch import Tensor
 
 from regard.errors import bad_value
 
-__all__ = ["ALL_OR_NONE", "ALWAYS", "EVERYTHING", "IN_AND_OUT", "NEVER", "Layout", "Packing", "Tensors", "by_head", "linear",
-           "stacked"]  # fmt: skip
+__all__ = ["ALL_OR_NONE", "ALWAYS", "EVERYTHING", "IN_AND_OUT", "NEVER", "Layout", "Packing", "Tensors", "by_head",
+           "linear", "stacked"]  # fmt: skip
+
+_IN = ("q_proj", "k_proj", "v_proj")
 
 Tensors = dict[str, Tensor]
 
@@ -117,11 +119,8 @@ class Layout:
 
     def missing(self, keys: Collection[str]) -> list[str]:
         """Which of their keys it takes to be this layout, and are not there."""
-        packed = [self.keys[key] for key in ("qkv.weight", "out_proj.weight") if key in self.keys]
-        apart = [self.keys[f"{stem}.weight"] for stem in ("q_proj", "k_proj", "v_proj", "out_proj")
-                 if f"{stem}.weight" in self.keys]  # fmt: skip
-        ways = [way for way, full in ((packed, 2), (apart, 4)) if len(way) == full]
-        return min(([key for key in way if key not in keys] for way in ways), key=len)
+        ways = [[self.keys.get(f"{stem}.weight") for stem in (*way, "out_proj")] for way in (("qkv",), _IN)]
+        return min(([key for key in way if key and key not in keys] for way in ways if all(way)), key=len)
 
     def unknown(self, keys: Collection[str]) -> list[str]:
         """Which keys are not of this layout."""
@@ -146,21 +145,21 @@ class Layout:
         for part in ("weight", "bias"):
             if f"qkv.{part}" in found:
                 split = self.packing.split(found.pop(f"qkv.{part}"), num_heads, inner)
-                found |= {f"{stem}.{part}": tensor for stem, tensor in zip(("q_proj", "k_proj", "v_proj"), split, strict=True)}
+                found |= {f"{stem}.{part}": tensor for stem, tensor in zip(_IN, split, strict=True)}
         return found
 
     def from_canonical(self, tensors: Tensors, num_heads: int) -> Tensors:
         """Our tensors by their names; the reverse of `to_canonical`."""
         found = dict(tensors)
         for part in ("weight", "bias"):
-            parts = [found.get(f"{stem}.{part}") for stem in ("q_proj", "k_proj", "v_proj")]
+            parts = [found.get(f"{stem}.{part}") for stem in _IN]
             if f"qkv.{part}" in self.keys and len({p.shape[1:] for p in parts if p is not None}) == 1:
-                q, k, v = (found.pop(f"{stem}.{part}") for stem in ("q_proj", "k_proj", "v_proj"))
+                q, k, v = (found.pop(f"{stem}.{part}") for stem in _IN)
                 found[f"qkv.{part}"] = self.packing.join(q, k, v, num_heads)
         if self.transposed:
             found = {key: tensor.T if tensor.dim() == 2 else tensor for key, tensor in found.items()}
         for key in found:
             if key not in self.keys:
-                raise bad_value(f"export as {self.name!r}", expected=f"what the layout has a name for ({self.origin})",
-                                received=key, remedy="export as 'separate', our own names, which has all of it")  # fmt: skip
+                raise bad_value(f"export as {self.name!r}", expected=f"what {self.origin} have a name for",
+                                received=key, remedy="export as 'separate', which has names for all")  # fmt: skip
         return {self.keys[key]: tensor.detach().clone().contiguous() for key, tensor in found.items()}

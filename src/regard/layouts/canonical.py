@@ -26,19 +26,19 @@ def sizes(tensors: Tensors, num_heads: int, layout: Layout) -> dict[str, Any]:
 
     def fits(key: str, *shape: int) -> None:
         if key in tensors and tuple(tensors[key].shape) != shape:
-            raise bad_value(layout.keys.get(key, key), expected=f"shape {shape}, by the other tensors and num_heads = "
-                            f"{num_heads}", received=shape_of(tensors[key]), remedy="check num_heads and layout")  # fmt: skip
+            raise bad_value(layout.keys.get(key, key), expected=f"shape {shape}, for {num_heads} heads and the rest",
+                            received=shape_of(tensors[key]), remedy="check num_heads and layout")  # fmt: skip
 
     weights = [tensors[f"{stem}.weight"] for stem in _STEMS]
     for stem, weight in zip(_STEMS, weights, strict=True):
         if weight.dim() != 2:
             raise bad_value(f"{stem}.weight", expected="shape (out, in)", received=shape_of(weight))
-    (q_rows, query_dim), (k_rows, key_dim), (v_rows, value_dim), (embed_dim, inner) = (tuple(w.shape) for w in weights)
+    (q_rows, query_dim), (k_rows, key_dim), (v_rows, value_dim), (embed_dim, _) = (tuple(w.shape) for w in weights)
     divide("num_heads", num_heads, q_rows, "rows of q")
     head_dim = q_rows // num_heads
     if k_rows % head_dim or num_heads % (kv_heads := k_rows // head_dim):
-        raise bad_value(layout.keys.get("k_proj.weight", "k"), expected=f"G * {head_dim} rows, with G a divisor of num_heads "
-                        f"= {num_heads}", received=f"{k_rows} rows", remedy="check num_heads")  # fmt: skip
+        raise bad_value(layout.keys.get("k_proj.weight", "k"), expected=f"G * {head_dim} rows, with G a divisor of "
+                        f"num_heads = {num_heads}", received=f"{k_rows} rows", remedy="check num_heads")  # fmt: skip
     divide("kv heads", kv_heads, v_rows, "rows of v")
     value_head_dim = v_rows // kv_heads
     fits("out_proj.weight", embed_dim, num_heads * value_head_dim)
@@ -123,14 +123,14 @@ def check_expressible(module: MultiHeadAttention | AttentionBlock, layout: Layou
     """Raise where the layer has something that the layout's originals cannot be built with."""
     layer = module.layer if isinstance(module, AttentionBlock) else module
     if isinstance(module, AttentionBlock) and not (layout.has_norm and module.order == "post"):
-        raise bad_value(f"export as {layout.name!r}", expected="a LayerNorm after the residual" if layout.has_norm else
-                        "a layer without a LayerNorm beside it", received=f"an AttentionBlock with norm={module.order!r}",
+        expected = "a LayerNorm after the residual" if layout.has_norm else "a layer without a LayerNorm beside it"
+        raise bad_value(f"export as {layout.name!r}", expected=expected,
+                        received=f"an AttentionBlock with norm={module.order!r}",
                         remedy="export block.layer, and store block.norm apart")  # fmt: skip
     for feature, received in _features(layer, layout).items():
         if feature not in layout.can:
-            raise bad_value(f"export as {layout.name!r}", expected=f"a layer that {layout.origin} could be, without "
-                            f"{feature} of its own", received=received,
-                            remedy="export as 'separate', our own names, which has all of it")  # fmt: skip
+            raise bad_value(f"export as {layout.name!r}", expected=f"no {feature} of its own, as in {layout.origin}",
+                            received=received, remedy="export as 'separate', which has names for all")  # fmt: skip
 
 
 def _features(layer: MultiHeadAttention, layout: Layout) -> dict[str, str]:
@@ -139,7 +139,8 @@ def _features(layer: MultiHeadAttention, layout: Layout) -> dict[str, str]:
     encoding = layer.position_encoding
     has = {
         "kv heads": (layer.num_kv_heads != heads, f"num_kv_heads={layer.num_kv_heads}, num_heads={heads}"),
-        "value head width": (layer.value_head_dim != head_dim, f"value_head_dim={layer.value_head_dim}, head_dim={head_dim}"),
+        "value head width": (layer.value_head_dim != head_dim,
+                             f"value_head_dim={layer.value_head_dim}, head_dim={head_dim}"),
         "inner width": (heads * head_dim != width, f"{heads} heads of {head_dim}, embed_dim={width}"),
         "query width": (layer.query_dim != width, f"query_dim={layer.query_dim}, embed_dim={width}"),
         "key and value widths": ({layer.key_dim, layer.value_dim} != {width},
@@ -153,8 +154,9 @@ def _features(layer: MultiHeadAttention, layout: Layout) -> dict[str, str]:
     return {feature: received for feature, (present, received) in has.items() if present}
 
 
-def relative_bias(weight: Tensor, num_heads: int, *, bidirectional: bool, max_distance: int) -> RelativeBias:
+def relative_bias(weight: Tensor, num_heads: int, **options: Any) -> RelativeBias:
     """A `RelativeBias` for a weight (buckets, heads)."""
     if weight.dim() != 2 or weight.shape[1] != num_heads:
         raise bad_value("relative position bias", expected=f"shape (buckets, {num_heads})", received=shape_of(weight))
-    return RelativeBias(num_heads, num_buckets=weight.shape[0], max_distance=max_distance, bidirectional=bidirectional)
+    with torch.device("meta"):  # `assign` brings the weight
+        return RelativeBias(num_heads, num_buckets=weight.shape[0], **options)

@@ -8,9 +8,24 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from regard.errors import bad_type, bad_value
+from regard.errors import bad_type, bad_value, shape_of
 from regard.layer import AttentionBlock, MultiHeadAttention
-from regard.layouts import bert, gpt2, llama, meta_llama, nanogpt, neox, qkv_layer, separate, t5, timm, torch_mha, w_q, w_qs, wqkv
+from regard.layouts import (
+    bert,
+    gpt2,
+    llama,
+    meta_llama,
+    nanogpt,
+    neox,
+    qkv_layer,
+    separate,
+    t5,
+    timm,
+    torch_mha,
+    w_q,
+    w_qs,
+    wqkv,
+)
 from regard.layouts import canonical as form
 from regard.layouts.base import Layout, Tensors
 from regard.layouts.rotary_pairs import convert_pairs
@@ -24,12 +39,13 @@ LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
         separate.layout, llama.layout, meta_llama.layout, w_q.layout, w_qs.layout, qkv_layer.layout, neox.layout,
-        torch_mha.layout, gpt2.layout, nanogpt.layout, bert.layout, timm.layout, wqkv.layout, wqkv.modernbert, t5.layout,
+        torch_mha.layout, gpt2.layout, nanogpt.layout, bert.layout, timm.layout, wqkv.layout, wqkv.modernbert,
+        t5.layout,
     )
 }  # fmt: skip
 
-_FROM_SHAPES = frozenset({"embed_dim", "num_kv_heads", "head_dim", "value_head_dim", "query_dim", "key_dim", "value_dim", "bias",
-                          "out_bias", "sinks"})  # fmt: skip
+_FROM_SHAPES = frozenset({"embed_dim", "num_kv_heads", "head_dim", "value_head_dim", "query_dim", "key_dim",
+                          "value_dim", "bias", "out_bias", "sinks"})  # fmt: skip
 
 
 def names() -> list[str]:
@@ -74,8 +90,9 @@ def load(
     found, chosen = _select(state_dict, prefix, layout)
     beside = [key for key in ("norm.weight", "norm.bias") if chosen.keys.get(key) in found]
     if beside:
-        raise bad_value("state_dict", expected="an attention layer alone", received=f"a LayerNorm beside it: "
-                        f"{chosen.keys[beside[0]]!r}", remedy="layouts.load_block, which gives an AttentionBlock")  # fmt: skip
+        raise bad_value("state_dict", expected="an attention layer alone",
+                        received=f"a LayerNorm beside it: {chosen.keys[beside[0]]!r}",
+                        remedy="layouts.load_block, which gives an AttentionBlock")  # fmt: skip
     return form.build(*_read(found, chosen, num_heads, rotary_pairs, bidirectional, max_distance, layer_options))
 
 
@@ -124,8 +141,8 @@ def export(module: MultiHeadAttention | AttentionBlock, layout: str) -> Tensors:
     chosen = _named(layout)
     form.check_expressible(module, chosen)
     layer, tensors = form.take(module)
-    form.check_biases(tensors, chosen, remedy="a bias of zeros changes nothing: layer.q_proj.bias = "
-                      "nn.Parameter(torch.zeros(rows)), and likewise for the others; or export as 'separate'")  # fmt: skip
+    form.check_biases(tensors, chosen, remedy="a bias of zeros changes nothing: layer.q_proj.bias = nn.Parameter("
+                      "torch.zeros(rows)), and likewise for the others; or export as 'separate'")  # fmt: skip
     tensors = _turned(tensors, layer.num_heads, layer.num_kv_heads, layer.position_encoding, None, chosen.pairs)
     return chosen.from_canonical(tensors, layer.num_heads)
 
@@ -142,10 +159,12 @@ def _read(
     """Canonical tensors, sizes and options."""
     options = {**layout.options, **layer_options}
     for option in _FROM_SHAPES & options.keys():
-        raise bad_value(option, expected="to be read from the shapes of the tensors", received=f"{option}={options[option]!r}",
-                        remedy=f"leave {option} out")  # fmt: skip
+        raise bad_value(option, expected="to be read from the shapes of the tensors",
+                        received=f"{option}={options[option]!r}", remedy=f"leave {option} out")  # fmt: skip
     out = found[layout.keys["out_proj.weight"]]
-    form.divide("num_heads", num_heads, out.shape[0 if layout.transposed else -1], "columns that the output projection reads")
+    if out.dim() != 2:
+        raise bad_value(layout.keys["out_proj.weight"], expected="a matrix", received=f"shape {shape_of(out)}")
+    form.divide("num_heads", num_heads, out.shape[0 if layout.transposed else -1], "columns that out_proj reads")
     tensors = layout.to_canonical(found, num_heads)
     form.check_biases(tensors, layout, remedy="add the missing keys, or name another layout")
     size = form.sizes(tensors, num_heads, layout)
@@ -164,7 +183,7 @@ def _read(
 def _turned(
     tensors: Tensors, heads: int, kv_heads: int, encoding: object, stored: Pairs | None, wanted: Pairs | None
 ) -> Tensors:
-    """Rotary pairs from one order to another; the side that is not told is as the layer's `Rotary` has it, else halves."""
+    """Rotary pairs from one order to another; a side that is not told is as the layer's `Rotary`, else halves."""
     rotary = encoding if isinstance(encoding, Rotary) else None
     own: Pairs = "interleaved" if rotary is not None and rotary.interleaved else "halves"
     if (stored is None and wanted is None) or (stored or own) == (wanted or own):
@@ -174,7 +193,8 @@ def _turned(
 
 def _named(name: str) -> Layout:
     if name not in LAYOUTS:
-        raise bad_value("layout", expected=f"one of {', '.join(names())}", received=repr(name), remedy=_nearest(name, names()))
+        raise bad_value("layout", expected=f"one of {', '.join(names())}", received=repr(name),
+                        remedy=_nearest(name, names()))  # fmt: skip
     return LAYOUTS[name]
 
 
@@ -193,7 +213,7 @@ def _select(state_dict: Mapping[str, Tensor], prefix: str, name: str) -> tuple[T
     layout = min(matching, key=lambda each: len(each.unknown(found)))
     for key, meaning in layout.refused.items():
         if key in found:
-            raise bad_value(f"layout {layout.name!r}", expected="weights of plain attention", received=f"{key!r}: {meaning}")
+            raise bad_value(f"layout {layout.name!r}", expected="plain attention", received=f"{key!r}: {meaning}")
     for key in layout.unknown(found):
         raise bad_value(f"layout {layout.name!r}", expected="no keys besides its own", received=repr(key),
                         remedy=_nearest(key, [k for k in layout.keys.values() if k not in found]))  # fmt: skip
@@ -213,16 +233,18 @@ def _no_match(found: Tensors, prefix: str, candidates: list[Layout]) -> ValueErr
         more = f" (or another of {len(deeper)})" if len(deeper) > 1 else ""
         return bad_value("state_dict", expected="the keys of one attention layer", received="them under a prefix",
                          remedy=f"prefix={prefix + deeper[0]!r}{more}")  # fmt: skip
-    best = min(candidates, key=lambda layout: (len(layout.missing(found)) - sum(key in found for key in layout.keys.values())))
+    best = min(candidates, key=lambda each: len(each.missing(found)) - sum(key in found for key in each.keys.values()))
     missing = best.missing(found)
     if missing and any(key in found for key in best.keys.values()):
-        return bad_value("state_dict", expected=f"{missing[0]!r}, as layout {best.name!r} has it", received=sorted(found)[:12],
-                         remedy=_nearest(missing[0], best.unknown(found)))  # fmt: skip
+        return bad_value("state_dict", expected=f"{missing[0]!r}, as layout {best.name!r} has it",
+                         received=sorted(found)[:12], remedy=_nearest(missing[0], best.unknown(found)))  # fmt: skip
     if not missing:
-        return bad_value("state_dict", expected=f"shapes of layout {best.name!r} ({best.origin})", received=
-                         {key: tuple(tensor.shape) for key, tensor in found.items()}, remedy="layout='auto'")  # fmt: skip
-    return bad_value("state_dict", expected=f"the keys of one of the layouts {', '.join(each.name for each in candidates)}",
-                     received=sorted(found)[:12], remedy=_nearest(missing[0], list(found)))  # fmt: skip
+        shapes = {key: tuple(tensor.shape) for key, tensor in found.items()}
+        return bad_value("state_dict", expected=f"the shapes of layout {best.name!r} ({best.origin})", received=shapes,
+                         remedy="layout='auto'")  # fmt: skip
+    known = ", ".join(layout.name for layout in candidates)
+    return bad_value("state_dict", expected=f"the keys of one of the layouts {known}", received=sorted(found)[:12],
+                     remedy=_nearest(missing[0], list(found)))  # fmt: skip
 
 
 def _under(found: Mapping[str, Tensor], prefix: str) -> Tensors:

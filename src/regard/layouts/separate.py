@@ -6,7 +6,7 @@ layout = Layout(
     name="separate",
     origin="regard, Whisper, BART, OPT, CLIP",
     keys={
-        **linear(q_proj="q_proj", k_proj="k_proj", v_proj="v_proj", out_proj="out_proj", q_norm="q_norm", k_norm="k_norm"),
+        **{key: key for key in linear(q_proj="", k_proj="", v_proj="", out_proj="", q_norm="", k_norm="")},
         "sinks": "sinks",
         "position_encoding.weight": "position_encoding.weight",
     },

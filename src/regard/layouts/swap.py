@@ -1,0 +1,199 @@
+"""Put ours where an `nn.MultiheadAttention` was: the same parameters and calls, the same answer without its traps."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from regard.attention import attend, attention_weights
+from regard.errors import bad_type, bad_value
+from regard.layouts.convert import load
+from regard.layouts.torch_mha_call import batch_first, operands, project, said_in_masks
+
+__all__ = ["SplitAttention", "SwappedAttention", "swap"]
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def swap(model: Model, split: bool = False) -> Model:
+    """Replace every `nn.MultiheadAttention` in a model, in place; the model is returned.
+
+    It takes the same calls and gives the same answers, but: with and without weights alike; 0 before the output
+    projection, never NaN, where a query may see nothing; weights are those before dropout; `forward` and hooks run
+    inside `nn.TransformerEncoder` in evaluation too (its fast paths would go around them).
+
+    Args:
+        model: any module; if it is an `nn.MultiheadAttention` itself, what replaces it is returned. Give the outermost
+            one: an `nn.TransformerEncoder` is told not to nest its inputs any more.
+        split: False keeps the very same parameters and state dict keys, so that optimizers and checkpoints go on; True
+            puts a `MultiHeadAttention` with real `q_proj`, `k_proj`, `v_proj` there, its `layer`, for LoRA and the
+            like: new parameters, to be given to a new optimizer, and hooks to be registered anew.
+
+    Subclasses of `nn.MultiheadAttention` have code of their own: they are left, with a warning.
+
+    >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(10, 2, 7, batch_first=True), 3)
+    >>> x = torch.randn(2, 5, 10)
+    >>> before = model.eval()(x)
+    >>> torch.allclose(swap(model)(x), before, atol=1e-5)
+    True
+    """
+    if not isinstance(model, nn.Module):
+        raise bad_type("model", expected="an nn.Module", received=type(model).__name__)
+    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
+    plain = {name: module for name, module in found.items() if type(module) in _OURS}
+    others = [f"{name or 'model'} ({type(found[name]).__name__})" for name in found if name not in plain]
+    if others:
+        message = f"regard.swap left subclasses of nn.MultiheadAttention in place: {', '.join(others)}"
+        warnings.warn(message, stacklevel=2)
+    if split:
+        model = cast(Model, _split(model, plain))
+    else:
+        for module in plain.values():
+            module.__class__ = SwappedAttention  # the same object: parameters, hooks and whoever shares it stay
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and any(
+            isinstance(module, SwappedAttention | SplitAttention) for module in encoder.modules()
+        ):
+            encoder.use_nested_tensor = False
+    return model
+
+
+def _split(model: nn.Module, found: dict[str, nn.MultiheadAttention]) -> nn.Module:
+    extra = [name or "model" for name, module in found.items() if module.bias_k is not None or module.add_zero_attn]
+    if extra:
+        raise bad_value("swap(split=True)", expected="modules without add_bias_kv and add_zero_attn",
+                        received=", ".join(extra), remedy="swap(model), which keeps their extra keys")  # fmt: skip
+    new = {id(module): SplitAttention(module) for module in found.values()}
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):  # not named_children, which names a shared child once
+            if id(child) in new:
+                setattr(parent, name, new[id(child)])
+    return new.get(id(model), model)
+
+
+class SwappedAttention(nn.MultiheadAttention):
+    """An `nn.MultiheadAttention` that computes with `regard.attend`; made by `swap`."""
+
+    @property
+    def _qkv_same_embed_dim(self) -> bool:
+        """False, by which `nn.TransformerEncoderLayer` and `nn.TransformerEncoder` know not to go around `forward`."""
+        return False
+
+    @_qkv_same_embed_dim.setter
+    def _qkv_same_embed_dim(self, same: bool) -> None:
+        self.__dict__["_qkv_same_embed_dim"] = same  # what `__init__` and old checkpoints write is of no use here
+
+    def _reset_parameters(self) -> None:
+        for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
+            if weight is not None:
+                nn.init.xavier_uniform_(weight)
+        for bias in (self.in_proj_bias, self.out_proj.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+        for key in (self.bias_k, self.bias_v):
+            if key is not None:
+                nn.init.xavier_normal_(key)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `nn.MultiheadAttention.forward`: output, and weights (before dropout) where `need_weights`."""
+
+        def compute(query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            packed = self.in_proj_weight
+            weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else packed
+            q, k, v = project(query, key, value, cast(Any, weight), self.in_proj_bias)
+            q, k, v, options = operands(
+                q, k, v, self.num_heads, bias_k=self.bias_k, bias_v=self.bias_v, add_zero_attn=self.add_zero_attn,
+                key_padding_mask=padding, attn_mask=attn_mask, is_causal=is_causal,
+            )  # fmt: skip
+            out = attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
+            out = self.out_proj(out.transpose(1, 2).flatten(2))
+            return out, attention_weights(q, k, **options) if need_weights else None
+
+        return batch_first(
+            compute, query, key, value, key_padding_mask, already=self.batch_first, average=average_attn_weights
+        )
+
+
+class SplitAttention(nn.Module):
+    """Takes the calls of `nn.MultiheadAttention` for its `layer`, a `MultiHeadAttention`; by `swap(split=True)`."""
+
+    _qkv_same_embed_dim = False  # by which `nn.TransformerEncoderLayer` knows not to go around `forward`
+
+    def __init__(self, module: nn.MultiheadAttention) -> None:
+        super().__init__()
+        self.layer = load(module.state_dict(), module.num_heads, layout="torch", dropout=module.dropout)
+        self.batch_first = module.batch_first
+        trained = {key: parameter.requires_grad for key, parameter in module.named_parameters()}
+        for key, parameter in self.layer.named_parameters():
+            stem, part = key.split(".")
+            names = (key, f"{stem}_{part}", f"in_proj_{part}")  # of out_proj, of one of three, of the three in one
+            parameter.requires_grad_(next(trained[name] for name in names if name in trained))
+        self.train(module.training)
+
+    @property
+    def num_heads(self) -> int:
+        return self.layer.num_heads
+
+    @property
+    def embed_dim(self) -> int:
+        return self.layer.embed_dim
+
+    @property
+    def out_proj(self) -> nn.Module:
+        return self.layer.out_proj
+
+    @property
+    def in_proj_weight(self) -> Tensor | None:
+        """The three weights in one, computed anew, for those who look at it."""
+        return self._joined("weight")
+
+    @property
+    def in_proj_bias(self) -> Tensor | None:
+        """The three biases in one, computed anew, for those who look at it."""
+        return self._joined("bias")
+
+    def _joined(self, part: str) -> Tensor | None:
+        parts = [getattr(linear, part) for linear in (self.layer.q_proj, self.layer.k_proj, self.layer.v_proj)]
+        return None if any(p is None or p.shape[1:] != parts[0].shape[1:] for p in parts) else torch.cat(parts)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `nn.MultiheadAttention.forward`: output, and weights (before dropout) where `need_weights`."""
+
+        def compute(query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            (batch, n), m = query.shape[:2], key.shape[1]
+            options = said_in_masks((batch, self.num_heads, n, m), key_padding_mask=padding, attn_mask=attn_mask,
+                                    is_causal=is_causal)  # fmt: skip
+            # The layer takes positions as a tensor; where n = m its own are the same: the first query at the first key.
+            options["positions"] = torch.arange(n, device=query.device) if is_causal and n != m else None
+            result = self.layer(query, key, value, **options, need_weights=need_weights)
+            return result if need_weights else (result, None)
+
+        return batch_first(
+            compute, query, key, value, key_padding_mask, already=self.batch_first, average=average_attn_weights
+        )
+
+
+_OURS = (nn.MultiheadAttention, SwappedAttention)

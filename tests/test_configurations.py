@@ -1,0 +1,135 @@
+"""The table of well-known models: every entry builds, and its numbers are those that were published."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import regard
+from regard import MultiHeadAttention
+from regard.configurations import CONFIGURATIONS, configuration
+from regard.positions import Llama3, RelativeBias, Rotary
+
+PARAMETERS = {  # of one attention layer: weights, then biases
+    "bert-base": 4 * 768 * 768 + 4 * 768,
+    "bert-large": 4 * 1024 * 1024 + 4 * 1024,
+    "minilm": 4 * 384 * 384 + 4 * 384,
+    "vit-b16": 4 * 768 * 768 + 4 * 768,
+    "gpt2": 4 * 768 * 768 + 4 * 768,
+    "gpt2-medium": 4 * 1024 * 1024 + 4 * 1024,
+    "gpt2-large": 4 * 1280 * 1280 + 4 * 1280,
+    "gpt2-xl": 4 * 1600 * 1600 + 4 * 1600,
+    "gpt3": 4 * 12288 * 12288 + 4 * 12288,
+    "t5-small": 4 * 512 * 512 + 32 * 8,
+    "t5-base": 4 * 768 * 768 + 32 * 12,
+    "pythia-160m": 4 * 768 * 768 + 4 * 768,
+    "llama2-7b": 4 * 4096 * 4096,
+    "llama3-8b": 2 * 4096 * 4096 + 2 * 4096 * 1024,
+    "llama3.1-8b": 2 * 4096 * 4096 + 2 * 4096 * 1024,
+    "mistral-7b": 2 * 4096 * 4096 + 2 * 4096 * 1024,
+    "smollm2-135m": 2 * 576 * 576 + 2 * 576 * 192,
+    "qwen2.5-0.5b": 2 * 896 * 896 + 2 * 896 * 128 + 896 + 2 * 128,
+    "qwen3-0.6b": 2 * 1024 * 2048 + 2 * 1024 * 1024 + 2 * 128,
+}
+
+
+def test_every_entry_has_its_count() -> None:
+    assert set(PARAMETERS) == set(CONFIGURATIONS)
+    assert PARAMETERS["bert-base"] == 2_362_368
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_every_entry_builds_and_runs_on_meta(name: str) -> None:
+    config = configuration(name)
+    with torch.device("meta"):
+        layer = MultiHeadAttention.from_config(name)
+        out = layer(torch.empty(2, 5, config.embed_dim), mask=regard.masks.Causal())
+    assert out.shape == (2, 5, config.embed_dim)
+    assert sum(p.numel() for p in layer.parameters()) == PARAMETERS[name]
+    assert all(p.is_meta for p in layer.parameters())
+    assert (layer.num_heads, layer.num_kv_heads) == (config.num_heads, config.num_kv_heads or config.num_heads)
+    assert layer.head_dim == (config.head_dim or config.embed_dim // config.num_heads)
+    assert config.layers > 0
+    assert config.num_heads % layer.num_kv_heads == 0
+
+
+@pytest.mark.parametrize("name", ["minilm", "t5-small", "smollm2-135m", "qwen2.5-0.5b", "qwen3-0.6b", "pythia-160m"])
+def test_small_ones_run(name: str) -> None:
+    torch.manual_seed(0)
+    layer = MultiHeadAttention.from_config(name)
+    x = torch.randn(2, 5, layer.embed_dim)
+    out = layer(x, mask=regard.masks.Causal())
+    torch.testing.assert_close(out[:, :3], layer(x[:, :3], mask=regard.masks.Causal()), rtol=1e-4, atol=1e-5)
+    assert out.std() > 1e-3
+
+
+def test_positions_are_each_models_own() -> None:
+    t5 = configuration("t5-base").position_encoding()
+    assert isinstance(t5, RelativeBias)
+    assert tuple(t5.weight.shape) == (32, 12)
+    assert (t5.max_distance, t5.bidirectional) == (128, True)
+    pythia = configuration("pythia-160m").position_encoding()
+    assert isinstance(pythia, Rotary)
+    assert (pythia.head_dim, pythia.width, pythia.base) == (64, 16, 10000.0)
+    llama = configuration("llama3.1-8b").position_encoding()
+    assert isinstance(llama, Rotary)
+    assert (llama.base, llama.scaling) == (5e5, Llama3(8.0, 1.0, 4.0, 8192))
+    assert configuration("gpt2").position_encoding() is None
+    one, other = (configuration("t5-small").position_encoding() for _ in range(2))
+    assert one is not other
+
+
+@pytest.mark.parametrize(
+    "name, facts",
+    [
+        ("bert-base", {"layers": 12, "num_heads": 12, "causal": False, "context": 512}),
+        ("vit-b16", {"layers": 12, "context": 14 * 14 + 1}),
+        ("gpt2-xl", {"layers": 48, "num_heads": 25, "causal": True, "context": 1024}),
+        ("gpt3", {"layers": 96, "num_heads": 96, "context": 2048}),
+        ("t5-small", {"scale": 1.0, "head_dim": 64, "context": None}),
+        ("mistral-7b", {"window": 4096, "context": 32768, "rotary_base": 1e4}),
+        ("llama3-8b", {"rotary_base": 5e5, "context": 8192}),
+        ("smollm2-135m", {"layers": 30, "num_heads": 9, "num_kv_heads": 3, "rotary_base": 1e5}),
+        ("qwen2.5-0.5b", {"bias": True, "out_bias": False, "rotary_base": 1e6}),
+        ("qwen3-0.6b", {"qk_norm": "rms", "head_dim": 128, "bias": False}),
+    ],
+)
+def test_facts(name: str, facts: dict[str, object]) -> None:
+    config = configuration(name)
+    assert {field: getattr(config, field) for field in facts} == facts
+
+
+def test_changes_go_to_the_constructor() -> None:
+    with torch.device("meta"):
+        layer = MultiHeadAttention.from_config("smollm2-135m", dropout=0.1, bias=True, kernel="reference", sinks=True)
+    assert (layer.dropout, layer.kernel) == (0.1, "reference")
+    assert layer.q_proj.bias is not None
+    assert layer.out_proj.bias is None
+    assert layer.sinks is not None
+    with torch.device("meta"):
+        assert MultiHeadAttention.from_config("llama3-8b", position_encoding=None).position_encoding is None
+
+
+@pytest.mark.parametrize("name", ["t5-small", "smollm2-135m", "pythia-160m"])
+def test_a_change_of_heads_changes_the_position_encoding_too(name: str) -> None:
+    config = configuration(name)
+    layer = MultiHeadAttention.from_config(name, num_heads=3, num_kv_heads=3, head_dim=32)
+    assert layer(torch.randn(1, 5, config.embed_dim)).shape == (1, 5, config.embed_dim)
+
+
+def test_an_unknown_name_is_told_the_nearest() -> None:
+    with pytest.raises(
+        ValueError, match=r"configuration: expected one of bert-base,.*received 'lama3-8b'; .*'llama3-8b'"
+    ):
+        MultiHeadAttention.from_config("lama3-8b")
+    with pytest.raises(ValueError, match=r"configuration: expected one of .*received 'zzz'$"):
+        configuration("zzz")
+    with pytest.raises(ValueError, match=r"configuration: expected one of .*received None$"):
+        configuration(None)
+
+
+def test_configurations_cannot_be_changed_by_accident() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        configuration("gpt2").layers = 3

@@ -1,0 +1,540 @@
+"""Masks against double loops over (query, key), their algebra against boolean algebra, surveys against dense masks."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import regard
+from regard.masks import (
+    And,
+    Causal,
+    Documents,
+    Grid,
+    Hide,
+    Keep,
+    Mask,
+    Not,
+    Or,
+    Padding,
+    Prefix,
+    Tile,
+    Window,
+    as_mask,
+    conjuncts,
+    whole,
+)
+
+SHAPES = [(3, 7), (5, 5), (7, 3), (1, 11), (11, 1), (1, 1)]  # N < M, N == M, N > M, and the thin ones
+EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+
+
+def by_loop(seen: Callable[[int, int], bool], q_positions: Tensor, k_positions: Tensor) -> Tensor:
+    """(1, 1, N, M) from a rule for one query position and one key position."""
+    rows = [[seen(q, k) for k in k_positions.tolist()] for q in q_positions.tolist()]
+    return torch.tensor(rows, dtype=torch.bool).view(1, 1, len(q_positions), len(k_positions))
+
+
+RULES: dict[str, tuple[Mask, Callable[[int, int], bool]]] = {
+    "causal": (Causal(), lambda q, k: k <= q),
+    "window of 1": (Window(1), lambda q, k: k == q),
+    "window of 3": (Window(3), lambda q, k: q - 3 < k <= q),
+    "before and after": (Window(before=2, after=1), lambda q, k: q - 2 <= k <= q + 1),
+    "after alone": (Window(after=2), lambda q, k: q <= k <= q + 2),
+    "before alone": (Window(before=2), lambda q, k: q - 2 <= k <= q),
+    "prefix of 0": (Prefix(0), lambda q, k: False),
+    "prefix of 2": (Prefix(2), lambda q, k: k < 2),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("n, m", SHAPES)
+def test_by_default_the_last_query_stands_at_the_last_key(rule: str, n: int, m: int) -> None:
+    mask, seen = RULES[rule]
+    assert torch.equal(mask.dense(n, m), by_loop(seen, torch.arange(m - n, m), torch.arange(m)))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_explicit_positions_are_compared_as_they_are(rule: str) -> None:
+    mask, seen = RULES[rule]
+    positions, key_positions = torch.tensor([4, 0, 9]), torch.tensor([0, 1, 3, 4, 5, 8, 12])
+    assert torch.equal(mask.dense(3, 7, positions=positions), by_loop(seen, positions, torch.arange(7)))
+    both = mask.dense(3, 7, positions=positions, key_positions=key_positions)
+    assert torch.equal(both, by_loop(seen, positions, key_positions))
+    # given the keys' alone, the queries take the last N of them
+    assert torch.equal(mask.dense(3, 7, key_positions=key_positions), by_loop(seen, key_positions[-3:], key_positions))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_positions_per_batch_item(rule: str) -> None:
+    mask, seen = RULES[rule]
+    positions = torch.tensor([[4, 0, 9], [1, 2, 3]])
+    key_positions = torch.tensor([[0, 1, 3, 4, 5], [7, 6, 2, 2, 0]])
+    dense = mask.dense(3, 5, positions=positions, key_positions=key_positions)
+    for b in range(2):
+        item = dense[min(b, dense.shape[0] - 1)]
+        assert torch.equal(item[None], by_loop(seen, positions[b], key_positions[b]))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
+def test_narrow_integers_do_not_wrap_around(dtype: torch.dtype) -> None:
+    positions = torch.arange(5)
+    narrow = Window(before=1, after=1).dense(5, positions=positions.to(dtype), key_positions=positions.to(dtype))
+    assert torch.equal(narrow, Window(before=1, after=1).dense(5))
+
+
+@pytest.mark.parametrize("n, m", SHAPES)
+def test_prefix_per_batch_item(n: int, m: int) -> None:
+    lengths = torch.tensor([0, 2, 13])
+    expected = torch.stack([by_loop(lambda q, k, p=p: k < p, torch.arange(n), torch.arange(m))[0] for p in (0, 2, 13)])
+    dense = Prefix(lengths).dense(n, m)
+    assert torch.equal(dense, expected)
+
+
+@pytest.mark.parametrize("n, m", SHAPES)
+def test_padding_counts_slots_whatever_the_positions(n: int, m: int) -> None:
+    lengths = torch.tensor([0, 2, m])
+    expected = torch.zeros(3, 1, n, m, dtype=torch.bool)
+    for b, length in enumerate(lengths.tolist()):
+        expected[b, :, :, :length] = True
+    odd = torch.arange(m).flip(0) + 100
+    assert torch.equal(Padding(lengths=lengths).dense(n, m), expected)
+    assert torch.equal(Padding(lengths=lengths).dense(n, m, positions=torch.arange(n), key_positions=odd), expected)
+    assert torch.equal(Padding(keep=expected[:, 0, 0]).dense(n, m), expected)
+
+
+def test_padding_on_the_left_is_a_keep_of_slots() -> None:
+    keep = torch.tensor([[False, True, True], [True, True, True]])
+    assert Padding(keep=keep).dense(2, 3)[:, 0].tolist() == [[[False, True, True]] * 2, [[True] * 3] * 2]
+
+
+def test_padding_of_one_length_for_all_from_a_number() -> None:
+    assert torch.equal(Padding(lengths=2).dense(3, 5), Padding(lengths=torch.tensor([2])).dense(3, 5))
+
+
+def test_documents_see_their_own() -> None:
+    ids = torch.tensor([[0, 0, 1, 1, 1], [3, 2, 2, 3, 9]])
+    expected = torch.tensor([[[a == b for b in row] for a in row] for row in ids.tolist()])[:, None]
+    assert torch.equal(Documents(ids).dense(5), expected)
+    assert torch.equal(Documents(ids[0]).dense(5), expected[:1])
+
+
+def test_documents_of_a_cache_take_the_last_queries() -> None:
+    ids = torch.tensor([0, 0, 1, 1, 2])
+    assert torch.equal(Documents(ids).dense(2, 5), Documents(ids).dense(5)[:, :, -2:])
+    assert Documents(ids).dense(2, 5)[0, 0].tolist() == [[0, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
+
+
+def test_documents_of_other_keys() -> None:
+    mask = Documents(torch.tensor([0, 1, 7]), key_ids=torch.tensor([[1, 0], [1, 1]]))
+    assert mask.dense(3, 2)[:, 0].int().tolist() == [[[0, 1], [1, 0], [0, 0]], [[0, 0], [1, 1], [0, 0]]]
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (2, 5, 7), (2, 3, 5, 7), (1, 7), (5, 1), (2, 1, 7), (1, 3, 1, 1)])
+def test_keep_and_hide_are_opposites(shape: tuple[int, ...]) -> None:
+    tensor = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    full = {2: tensor[None, None], 3: tensor[:, None] if tensor.dim() == 3 else tensor, 4: tensor}[tensor.dim()]
+    full = full.expand(*full.shape[:2], 5, 7)
+    assert torch.equal(Keep(tensor).dense(5, 7), full)
+    assert torch.equal(Hide(tensor).dense(5, 7), ~full)
+    assert torch.equal(as_mask(tensor).dense(5, 7), full)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Algebra
+
+
+def leaves(batch: int, heads: int, n: int, m: int) -> st.SearchStrategy[Mask]:
+    def booleans(*shape: int) -> st.SearchStrategy[Tensor]:
+        return st.integers(0, 2**31).map(
+            lambda seed: torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+        )
+
+    def integers(high: int, *shape: int) -> st.SearchStrategy[Tensor]:
+        return st.integers(0, 2**31).map(
+            lambda seed: torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
+        )
+
+    return st.one_of(
+        st.builds(Causal),
+        st.integers(1, m + 1).map(Window),
+        st.builds(lambda b, a: Window(before=b, after=a), st.integers(0, m), st.integers(0, m)),
+        st.integers(0, m + 1).map(Prefix),
+        integers(m + 2, batch).map(Prefix),
+        integers(m + 2, batch).map(Padding),
+        booleans(batch, m).map(lambda keep: Padding(keep=keep)),
+        st.builds(Documents, integers(3, batch, n), integers(3, batch, m)),
+        st.builds(Documents, integers(3, n).map(lambda t: t.sort()[0]), integers(3, m).map(lambda t: t.sort()[0])),
+        st.sampled_from([(1, 1, n, m), (batch, heads, n, m), (batch, 1, 1, m), (1, heads, n, 1)]).flatmap(
+            lambda shape: st.one_of(booleans(*shape).map(Keep), booleans(*shape).map(Hide))
+        ),
+    )
+
+
+@st.composite
+def trees(draw: Any) -> tuple[Mask, Tensor, tuple[int, int, int, int]]:
+    """A mask, the boolean algebra of its leaves' dense masks (B, H, N, M), and (B, H, N, M)."""
+    shape = batch, heads, n, m = tuple(draw(st.sampled_from(sizes)) for sizes in ([1, 2], [1, 3], *2 * [[1, 2, 5, 13]]))
+    leaf = leaves(batch, heads, n, m)
+
+    def grow(depth: int) -> tuple[Mask, Tensor]:
+        kind = draw(st.sampled_from(["leaf", "and", "or", "not"])) if depth else "leaf"
+        if kind == "leaf":
+            mask = draw(leaf)
+            return mask, mask.dense(n, m).expand(shape)
+        left, dense = grow(depth - 1)
+        if kind == "not":
+            return ~left, ~dense
+        right, other = grow(depth - 1)
+        combine = operator.and_ if kind == "and" else operator.or_
+        return combine(left, right), combine(dense, other)
+
+    return *grow(3), shape
+
+
+def grid_of(n: int, m: int, height: int, width: int) -> Grid:
+    tile = whole(n, m)
+    return Grid(n, m, height, width, tile.q_positions, tile.k_positions)
+
+
+def tiled(dense: Tensor, height: int, width: int) -> list[list[Tensor]]:
+    return [list(band.split(width, dim=-1)) for band in dense.split(height, dim=-2)]
+
+
+@EXAMPLES
+@given(trees())
+def test_a_tree_of_masks_is_the_algebra_of_its_leaves(tree: tuple[Mask, Tensor, tuple[int, int, int, int]]) -> None:
+    mask, dense, shape = tree
+    mask.check(*shape)
+    assert torch.equal(mask.dense(*shape[2:]).expand(shape), dense)
+
+
+@EXAMPLES
+@given(trees(), st.sampled_from([1, 3, 4, 16]), st.sampled_from([1, 3, 4, 16]))
+def test_a_survey_never_lies(tree: tuple[Mask, Tensor, tuple[int, int, int, int]], height: int, width: int) -> None:
+    mask, dense, (batch, _, n, m) = tree
+    tiles = tiled(dense, height, width)
+    survey = mask.survey(grid_of(n, m, height, width))
+    some, every = (x.expand(batch, len(tiles), len(tiles[0])) for x in survey)
+    for b in range(batch):
+        for i, band in enumerate(tiles):
+            for j, tile in enumerate(band):
+                if not some[b, i, j]:
+                    assert not tile[b].any()
+                if every[b, i, j]:
+                    assert tile[b].all()
+
+
+@EXAMPLES
+@given(trees(), st.sampled_from([1, 3, 16]), st.sampled_from([1, 4, 16]))
+def test_a_block_is_the_slice_of_the_dense_mask(
+    tree: tuple[Mask, Tensor, tuple[int, int, int, int]], height: int, width: int
+) -> None:
+    mask, dense, (batch, _, n, m) = tree
+    plane = whole(n, m)
+    for b in range(batch):
+        for i in range(0, n, height):
+            for j in range(0, m, width):
+                items, rows, cols = slice(b, b + 1), slice(i, min(i + height, n)), slice(j, min(j + width, m))
+                tile = Tile(n, items, rows, cols, plane.q_positions[:, rows], plane.k_positions[:, cols])
+                wanted = dense[items, :, rows, cols]
+                assert torch.equal(mask.block(tile).expand(wanted.shape), wanted)
+
+
+@EXAMPLES
+@given(trees())
+def test_conjuncts_all_agree_on_what_is_visible(tree: tuple[Mask, Tensor, tuple[int, int, int, int]]) -> None:
+    mask, dense, shape = tree
+    parts = list(conjuncts(mask))
+    assert not any(type(part) is And for part in parts)
+    agreed = torch.ones(shape, dtype=torch.bool)
+    for part in parts:
+        agreed = agreed & part.dense(*shape[2:])
+    assert torch.equal(agreed, dense)
+
+
+@pytest.mark.parametrize("height, width", [(1, 1), (3, 4), (4, 3), (16, 16), (1, 16)])
+@pytest.mark.parametrize("n, m", [(13, 13), (5, 13), (13, 5), (1, 7)])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Causal(),
+        Window(1),
+        Window(5),
+        Window(before=2, after=3),
+        Prefix(0),
+        Prefix(4),
+        Prefix(torch.tensor([3, 0])),
+        Padding(lengths=torch.tensor([0, 4, 13])),
+    ],
+    ids=repr,
+)
+def test_surveys_of_simple_masks_are_exact(mask: Mask, n: int, m: int, height: int, width: int) -> None:
+    """On contiguous positions nothing is left to chance: a tile is skipped if and only if it is hidden."""
+    dense = mask.dense(n, m)
+    survey = mask.survey(grid_of(n, m, height, width))
+    tiles = tiled(dense[:, 0], height, width)
+    some = torch.stack([torch.stack([t.flatten(1).any(1) for t in band], -1) for band in tiles], 1)
+    every = torch.stack([torch.stack([t.flatten(1).all(1) for t in band], -1) for band in tiles], 1)
+    assert torch.equal(survey.some.expand_as(some), some)
+    assert torch.equal(survey.every.expand_as(every), every)
+
+
+@pytest.mark.parametrize("height, width", [(1, 1), (3, 4), (16, 16)])
+def test_surveys_of_tensors_are_exact(height: int, width: int) -> None:
+    tensor = torch.zeros(2, 3, 7, 11, dtype=torch.bool)
+    tensor[0, 1, :4, 4:8] = True
+    tensor[1, :, 3:6] = True
+    for mask, dense in ((Keep(tensor), tensor), (Hide(tensor), ~tensor), (~Keep(tensor), ~tensor)):
+        survey = mask.survey(grid_of(7, 11, height, width))
+        for i, band in enumerate(tiled(dense, height, width)):
+            for j, tile in enumerate(band):
+                assert survey.some[:, i, j].tolist() == tile.flatten(1).any(1).tolist()
+                assert survey.every[:, i, j].tolist() == tile.flatten(1).all(1).tolist()
+
+
+def test_a_survey_of_documents_skips_the_other_documents() -> None:
+    """Sorted documents that end at tile borders: exact, so a packed batch costs no more than its documents alone."""
+    ids = torch.arange(4).repeat_interleave(4)
+    survey = Documents(ids).survey(grid_of(16, 16, 4, 4))
+    assert torch.equal(survey.some[0], torch.eye(4, dtype=torch.bool))
+    assert torch.equal(survey.every[0], torch.eye(4, dtype=torch.bool))
+
+
+def test_a_mask_that_knows_nothing_of_tiles_says_so() -> None:
+    class Even(Mask):
+        def block(self, tile: Tile) -> Tensor:
+            return (tile.k_positions % 2 == 0)[:, None, None, :]
+
+    survey = Even().survey(grid_of(5, 5, 2, 2))
+    assert survey.some.all()
+    assert not survey.every.any()
+    q, k, v = torch.randn(3, 1, 2, 5, 3, dtype=torch.float64).requires_grad_()
+    out = regard.attend(q, k, v, mask=Even(), kernel="blockwise")
+    expected = regard.attend(q, k[:, :, ::2], v[:, :, ::2], kernel="reference")
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+# ----------------------------------------------------------------------------------------------------
+# How they look
+
+
+@pytest.mark.parametrize(
+    "mask, text",
+    [
+        (Causal(), "Causal()"),
+        (Window(3), "Window(3)"),
+        (Window(before=2, after=0), "Window(3)"),
+        (Window(before=2, after=1), "Window(before=2, after=1)"),
+        (Window(after=1), "Window(before=0, after=1)"),
+        (Prefix(2), "Prefix(2)"),
+        (Prefix(torch.tensor([2, 3])), "Prefix([2, 3])"),
+        (Padding(lengths=torch.tensor([2, 3])), "Padding([2, 3])"),
+        (Padding(keep=torch.tensor([[True, False]])), "Padding(keep=[True, False])"),
+        (Padding(keep=torch.ones(3, 5).bool()), "Padding(keep=(3, 5))"),
+        (Documents(torch.tensor([0, 0, 1])), "Documents([0, 0, 1])"),
+        (Documents(torch.tensor([0]), torch.tensor([1, 2])), "Documents([0], key_ids=[1, 2])"),
+        (Documents(torch.zeros(3, 5).int()), "Documents((3, 5))"),
+        (Keep(torch.ones(5, 7).bool()), "Keep((1, 1, 5, 7))"),
+        (Hide(torch.ones(2, 3, 5, 7).bool()), "Hide((2, 3, 5, 7))"),
+        (Causal() & Window(2) & Prefix(1), "Causal() & Window(2) & Prefix(1)"),
+        (Causal() | Prefix(2), "Causal() | Prefix(2)"),
+        ((Causal() | Prefix(2)) & Window(3), "(Causal() | Prefix(2)) & Window(3)"),
+        (Causal() | Prefix(2) & Window(3), "Causal() | Prefix(2) & Window(3)"),
+        (~Causal(), "~Causal()"),
+        (~(Causal() & Window(2)), "~(Causal() & Window(2))"),
+        (~(Causal() | Window(2)), "~(Causal() | Window(2))"),
+        (~~Causal(), "Causal()"),
+    ],
+)
+def test_repr_reads_as_it_is_written(mask: Mask, text: str) -> None:
+    assert repr(mask) == text
+
+
+@pytest.mark.parametrize(
+    "mask", [Causal() & (Window(2) | ~Prefix(1)), ~(Causal() & Window(3)), (Causal() | Prefix(2)) & ~Window(1)]
+)
+def test_repr_of_numbers_alone_can_be_evaluated(mask: Mask) -> None:
+    again = eval(repr(mask), vars(regard.masks))
+    assert repr(again) == repr(mask)
+    assert torch.equal(again.dense(7), mask.dense(7))
+
+
+def test_pictures() -> None:
+    assert Causal().draw(3) == "█··\n██·\n███"
+    assert Causal().draw(2, 5) == "████·\n█████"
+    assert Causal().draw(3, 2) == "··\n█·\n██"
+    assert (Causal() | Prefix(2)).draw(4) == "██··\n██··\n███·\n████"
+    assert Window(2).draw(4) == "█···\n██··\n·██·\n··██"
+    assert (~Window(1)).draw(3) == "·██\n█·█\n██·"
+    two = Padding(lengths=torch.tensor([1, 2]))
+    assert two.draw(1, 3) == "█··"
+    assert two.draw(1, 3, batch=1) == "██·"
+    heads = Keep(torch.tensor([[[[True, False]], [[False, True]]]]))
+    assert heads.draw(1, 2, head=1) == "·█"
+    assert Causal().draw() == Causal().draw(8)
+
+
+def test_size_says_the_same_as_before() -> None:
+    for size in (1, 2, 7):
+        assert torch.equal(Window(size).dense(11), Window(before=size - 1).dense(11))
+        assert torch.equal(Window(size).dense(11), (Causal() & Window(before=size - 1, after=5)).dense(11))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Composing
+
+
+def test_conjuncts_open_and_and_not_or() -> None:
+    a, b, c, d = Causal(), Window(3), Prefix(2), Padding(lengths=torch.tensor([1]))
+    assert list(conjuncts(None)) == []
+    assert list(conjuncts(a)) == [a]
+    assert list(conjuncts(a & b & c)) == [a, b, c]
+    assert list(conjuncts(a & (b & c))) == [a, b, c]
+    either = b | c
+    assert list(conjuncts(a & either)) == [a, either]
+    assert [repr(part) for part in conjuncts(a & ~(b | ~d))] == ["Causal()", "~Window(3)", "Padding([1])"]
+    nand = ~(a & b)
+    assert list(conjuncts(nand)) == [nand]
+
+
+def test_a_boolean_tensor_joins_from_either_side() -> None:
+    tensor = torch.tensor([[True, False], [True, True]])
+    for mask in (Causal() & tensor, tensor & Causal(), Causal() | tensor, tensor | Causal()):
+        assert isinstance(mask, And | Or)
+        assert torch.equal(mask.dense(2)[0, 0], tensor)
+
+
+def test_masks_are_not_truth_values() -> None:
+    with pytest.raises(TypeError, match=r"mask: expected `a & b`, `a \| b` or `~a`, received `a and b`.*`is None`"):
+        Causal() and Window(2)
+    with pytest.raises(TypeError, match="masks compose with &"):
+        bool(~Causal())
+
+
+def test_double_negation_is_nothing() -> None:
+    mask = Causal() & Window(2)
+    assert ~~mask is mask
+    assert isinstance(~mask, Not)
+
+
+def test_masks_can_be_copied_and_pickled() -> None:
+    mask = Causal() & (Window(3) | ~Padding(lengths=torch.tensor([2, 5]))) & Documents(torch.tensor([0, 0, 1, 1, 1]))
+    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert repr(other) == repr(mask)
+        assert torch.equal(other.dense(5), mask.dense(5))
+
+
+# ----------------------------------------------------------------------------------------------------
+# What is refused
+
+
+@pytest.mark.parametrize(
+    "build, error, words",
+    [
+        (lambda: Window(0), ValueError, "Window size: expected at least 1, received 0"),
+        (lambda: Window(-3), ValueError, "Window size: expected at least 1, received -3"),
+        (lambda: Window(2.0), TypeError, "Window size: expected an integer, received float 2.0"),
+        (lambda: Window(True), TypeError, "Window size: expected an integer, received bool True"),
+        (lambda: Window("3"), TypeError, "Window size: expected an integer, received str '3'"),
+        (lambda: Window(), ValueError, "Window: expected either a size, or before= and after=, received size=None"),
+        (lambda: Window(3, before=1), ValueError, "Window: expected either a size.*received size=3, before=1"),
+        (lambda: Window(before=-1), ValueError, "Window before: expected at least 0, received -1"),
+        (lambda: Window(after=-1), ValueError, "Window after: expected at least 0, received -1"),
+        (lambda: Prefix(-1), ValueError, "Prefix: expected at least 0, received -1"),
+        (lambda: Prefix(1.5), TypeError, "Prefix: expected an integer, received float 1.5"),
+        (
+            lambda: Prefix(torch.ones(2)),
+            TypeError,
+            r"Prefix: expected an integer, or .* \(B,\), received dtype",
+        ),
+        (lambda: Prefix(torch.ones(2, 3).int()), ValueError, r"Prefix: expected .* received shape \(2, 3\)"),
+        (lambda: Padding(), ValueError, "Padding: expected exactly one of lengths= and keep=, received neither"),
+        (lambda: Padding(torch.ones(1).int(), torch.ones(1, 1).bool()), ValueError, "exactly one.*received both"),
+        (
+            lambda: Padding(torch.ones(2, 3).bool()),
+            TypeError,
+            r"boolean .* \(2, 3\); remedy: Padding\(keep=",
+        ),
+        (
+            lambda: Padding(torch.ones(2)),
+            TypeError,
+            r"Padding lengths: expected an integer.*\(B,\), received dtype",
+        ),
+        (lambda: Padding("ab"), TypeError, r"Padding lengths: expected an integer tensor \(B,\), received str"),
+        (lambda: Padding(keep=torch.ones(2, 3)), TypeError, "Padding keep: expected a boolean tensor.*torch.float32"),
+        (lambda: Padding(keep=torch.ones(3).bool()), ValueError, r"Padding keep: .*\(B, M\), received shape \(3,\)"),
+        (lambda: Padding(keep=[[True]]), TypeError, "Padding keep: expected a boolean tensor, received list"),
+        (lambda: Documents(torch.ones(3)), TypeError, "Documents ids: expected an integer tensor.*torch.float32"),
+        (lambda: Documents(torch.ones(1, 1, 1).int()), ValueError, r"Documents ids: .* received shape \(1, 1, 1\)"),
+        (lambda: Documents(torch.ones(3).int(), torch.ones(3)), TypeError, "Documents key_ids: expected an integer"),
+        (lambda: Keep(torch.ones(3).bool()), ValueError, r"Keep: expected shape \(N, M\).*received shape \(3,\)"),
+        (lambda: Keep([[True]]), TypeError, "Keep: expected a boolean tensor, received list"),
+        (
+            lambda: Hide(torch.ones(2, 2).int()),
+            TypeError,
+            r"Hide: .*\(True = may not attend\), received dtype",
+        ),
+        (lambda: Causal() & None, TypeError, "mask: expected a regard.masks.Mask or a boolean.*received NoneType"),
+        (lambda: Causal() | 3, TypeError, "mask: expected a regard.masks.Mask or a boolean.*received int"),
+        (
+            lambda: Causal() & torch.ones(2, 2),
+            TypeError,
+            "mask: expected a boolean tensor.*dtype torch.float32",
+        ),
+        (lambda: as_mask(Causal), TypeError, "mask: expected a regard.masks.Mask .*received type"),
+    ],
+)
+def test_wrong_parts_are_refused(build: Callable[[], Mask], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        build()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32, torch.bfloat16])
+def test_a_number_as_a_mask_names_the_three_ways_out(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match="mask: expected a boolean tensor") as caught:
+        as_mask(torch.ones(3, 5, dtype=dtype))
+    for way in ("masks.Keep(t != 0)", "masks.Hide(t)", "bias=t", str(dtype)):
+        assert way in str(caught.value)
+
+
+B, H, N, M = 2, 3, 5, 7
+
+
+@pytest.mark.parametrize(
+    "mask, words",
+    [
+        (
+            Keep(torch.ones(B, M).bool()),
+            r"received \(1, 1, 2, 7\); remedy: a \(B, M\) mask of real .* is masks.Padd",
+        ),
+        (Keep(torch.ones(H, N, M).bool()), r"received \(3, 1, 5, 7\); remedy: a mask per head is \(1, H, N, M\)"),
+        (Keep(torch.ones(M, N).bool()), r"broadcasts to \(B, H, N, M\) = \(2, 3, 5, 7\), received \(1, 1, 7, 5\)"),
+        (Hide(torch.ones(B, H, N, 11).bool()), r"Hide: expected a mask that broadcasts .*received \(2, 3, 5, 11\)"),
+        (Padding(lengths=torch.ones(3).int()), r"Padding lengths: expected \(B\) = \(2,\), received shape \(3,\)"),
+        (Padding(keep=torch.ones(B, N).bool()), r"Padding keep: expected \(B, M\) = \(2, 7\), received shape \(2, 5\)"),
+        (Padding(keep=torch.ones(B, 1).bool()), r"Padding keep: expected \(B, M\) = \(2, 7\), received shape \(2, 1\)"),
+        (Prefix(torch.ones(3).int()), r"Prefix: expected \(B\) = \(2,\), received shape \(3,\)"),
+        (Documents(torch.ones(N).int()), r"Documents key_ids: expected \(B, M\) = \(2, 7\), received shape \(1, 5\)"),
+        (
+            Documents(torch.ones(3).int(), torch.ones(M).int()),
+            r"Documents ids: expected \(B, N\) = \(2, 5\), received shape \(1, 3\)",
+        ),
+    ],
+    ids=lambda x: repr(x) if isinstance(x, Mask) else "",
+)
+@pytest.mark.parametrize("within", ["alone", "and", "or", "not"])
+def test_a_mask_that_does_not_fit_is_refused_wherever_it_stands(mask: Mask, words: str, within: str) -> None:
+    tree = {"alone": mask, "and": Causal() & mask, "or": mask | Causal(), "not": ~(Causal() & mask)}[within]
+    q, k = torch.zeros(B, H, N, 2), torch.zeros(B, H, M, 2)
+    with pytest.raises(ValueError, match=words):
+        regard.attend(q, k, k, mask=tree)

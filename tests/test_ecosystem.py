@@ -12,10 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from regard import MultiHeadAttention, masks
+from regard import MultiHeadAttention, attend, masks
 from regard.positions import Alibi, RelativeBias, Rotary
 
 B, N, W, H, D = 2, 7, 11, 3, 6
@@ -255,6 +256,15 @@ def test_autocast_computes_in_bfloat16_and_keeps_the_weights(name: str) -> None:
         assert a.grad.dtype is torch.float32, path
         if path != "k_proj.bias" or name in ("softcap and sinks", "rotary"):  # else it is 0 but for rounding
             assert (a.grad - b.grad).norm() < 0.05 * b.grad.norm(), path
+
+
+@pytest.mark.parametrize("wide", ["q", "k", "v"])
+def test_autocast_takes_what_norms_leave_in_float32_as_torch_does(wide: str) -> None:
+    """On CUDA autocast computes norms in float32 and matrix products in half, so q and k come wider than v."""
+    given = {name: torch.randn(B, H, N, D).to(torch.float32 if name == wide else torch.bfloat16) for name in "qkv"}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = scaled_dot_product_attention(*given.values())
+        torch.testing.assert_close(attend(**given), expected)
 
 
 def test_normalised_heads_give_no_warning_under_autocast() -> None:

@@ -345,7 +345,7 @@ def test_reset_parameters_is_as_new(init: str) -> None:
         elif "norm" in name:
             assert torch.equal(p, torch.ones_like(p)), name
         else:
-            assert abs(p.std().item() / spread[name] - 1) < 0.2, name
+            assert abs(p.std().item() / spread[name] - 1) < 0.5, name
 
 
 def test_a_layer_built_on_meta_can_be_filled(x: Tensor) -> None:

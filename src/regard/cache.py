@@ -2,16 +2,18 @@
 
 `KVCache` grows and keeps everything. `RollingCache` is bounded: it keeps the first few tokens and the last `window`.
 
-A layer asks a cache three things: `append` new keys and values and get all of them back; how the slots are numbered
-(`Slots`), so that masks and rotary know where everything stands; and, afterwards, to `settle`.
+A layer asks a cache to `extend` itself by new keys and values, and gets all of them back together with where they stand
+(`Slots`), so that masks and rotary are right. It does so `attending`, after which a cache may forget.
 
 Letters: B batch, G kv heads, N new tokens, M slots after appending, D head width of keys, E head width of values.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +21,10 @@ from torch import Tensor
 from regard.errors import bad_type, bad_value, shape_of
 from regard.masks import Causal, Mask, Padding, Prefix, Window
 
-__all__ = ["KVCache", "RollingCache", "Slots"]
+__all__ = ["KVCache", "RollingCache", "Slots", "Turn"]
+
+# Turns keys to where they stand: (keys, positions or the first of them, length of the whole) -> keys
+Turn: TypeAlias = Callable[[Tensor, "Tensor | int", int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -53,8 +58,6 @@ class KVCache:
     >>> len(cache), keys.shape
     (4, torch.Size([1, 2, 4, 5]))
     """
-
-    before_rotary: ClassVar[bool] = False  # keys come already turned
 
     def __init__(self, capacity: int = 0, *, limit: int | None = None, once: bool = False) -> None:
         if capacity < 0 or (limit is not None and limit < max(capacity, 1)):
@@ -175,8 +178,30 @@ class KVCache:
         positions = self._lengths[:, None] + torch.arange(new, device=self._lengths.device)
         return Slots(mask=Padding(lengths=self._lengths + new), positions=positions)
 
-    def settle(self) -> None:
-        """After a call: nothing to forget."""
+    def extend(
+        self, keys: Tensor, values: Tensor, turn: Turn, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Slots]:
+        """Add new keys, turned to where they stand, and values; returns all of both, and where everything stands."""
+        held, new = len(self), keys.shape[2]
+        slots = self.number(new, positions)
+        keys = turn(keys, held if slots.positions is None else slots.positions, held + new)
+        return *self.append(keys, values), slots
+
+    def recall(self, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Slots]:
+        """All keys and values as they are, for queries at `positions`; and where everything stands."""
+        assert self._keys is not None and self._values is not None
+        mask = None if self._lengths is None else Padding(lengths=self._lengths)
+        return self._keys[:, :, : self._length], self._values[:, :, : self._length], Slots(mask, positions)
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Around one call of a layer: where it fails, the cache is as it was before."""
+        before = dict(vars(self))
+        try:
+            yield
+        except BaseException:
+            vars(self).update(before)
+            raise
 
     def truncate(self, length: int | Tensor) -> None:
         """Forget all but the first `length` tokens; with a tensor (B,), of each row its own number.
@@ -295,7 +320,6 @@ class RollingCache:
     whether tokens come one by one or many at once: a chunk attends before it evicts.
     """
 
-    before_rotary: ClassVar[bool] = True
     complete: ClassVar[bool] = False
 
     def __init__(self, window: int, keep_first: int = 4) -> None:
@@ -350,8 +374,28 @@ class RollingCache:
         self.seen += keys.shape[2]
         return held
 
-    def settle(self) -> None:
-        """After a call: forget what no later query can see. The next one sees itself and `window - 1` before it."""
+    def extend(
+        self, keys: Tensor, values: Tensor, turn: Turn, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Slots]:
+        """Add new keys and values; returns all of both, the keys turned to their slots, and where everything stands."""
+        slots = self.number(keys.shape[2], positions)
+        keys, values = self.append(keys, values)
+        return turn(keys, 0, keys.shape[2]), values, slots
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Around one call of a layer: a chunk attends before it evicts. Where it fails, all is as it was before."""
+        seen = self.seen
+        try:
+            with self._store.attending():
+                yield
+        except BaseException:
+            self.seen = seen
+            raise
+        self._settle()
+
+    def _settle(self) -> None:
+        """Forget what no later query can see. The next one sees itself and `window - 1` before it."""
         first, last = self.keep_first, self.keep_first + self.window - 1
         spare = len(self) - last
         if spare <= 0:
@@ -364,6 +408,10 @@ class RollingCache:
             else:
                 held[:, :, first:last] = kept.clone()
         self._store.truncate(last)
+
+    def recall(self, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Slots]:
+        """Never asked: a rolling cache is never complete."""
+        raise AssertionError("a RollingCache is never complete")
 
     def reorder(self, rows: Tensor) -> None:
         """Take rows (B',) of the batch in this order, for beam search."""

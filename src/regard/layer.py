@@ -16,6 +16,8 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -142,6 +144,11 @@ class MultiHeadAttention(nn.Module):
                 nn.init.normal_(linear.weight, std=0.02)
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+        for module in (self.q_norm, self.k_norm, self.position_encoding):
+            if isinstance(module, (nn.RMSNorm, nn.LayerNorm, RelativeBias)):
+                module.reset_parameters()
 
     @overload
     def forward(
@@ -198,7 +205,8 @@ class MultiHeadAttention(nn.Module):
             (B, N, W); with `need_weights` the same and the weights.
         """
         if query.dim() == 2:
-            key, value = (None if x is None else x[None] for x in (key, value))
+            value = None if value is None or value is key else value[None]
+            key = None if key is None or key is query else key[None]
             result = self.forward(
                 query[None],
                 key,
@@ -215,88 +223,75 @@ class MultiHeadAttention(nn.Module):
         self._check_inputs(query, key, value)
 
         q = self._split(self.q_proj(query), self.q_norm, self.head_dim)  # (B, H, N, D)
-        if cache is None or not cache.complete:
-            k = self._split(self.k_proj(key), self.k_norm, self.head_dim)  # (B, G, M, D)
-            v = self._split(self.v_proj(value), None, self.value_head_dim)  # (B, G, M, E)
-        else:
-            k, v = cache.keys, cache.values
-            assert k is not None and v is not None
-        q, k, v, options = self._place(q, k, v, positions, cache, own_keys=key is query, mask=mask, bias=bias)
-        out = attend(q, k, v, dropout=self.dropout if self.training else 0.0, kernel=self.kernel, **options)
+        with nullcontext() if cache is None else cache.attending():
+            if cache is not None and cache.complete:
+                k, v, slots = cache.recall(positions)
+            else:
+                k = self._split(self.k_proj(key), self.k_norm, self.head_dim)  # (B, G, M, D)
+                v = self._split(self.v_proj(value), None, self.value_head_dim)  # (B, G, M, E)
+                k, v, slots = self._place_keys(k, v, positions, cache, own=key is query)
+            q, k = self._place_queries(q, k, slots)
+            options = self._options(slots, mask, bias)
+            out = attend(q, k, v, dropout=self.dropout if self.training else 0.0, kernel=self.kernel, **options)
+            weights = attention_weights(q, k, **options) if need_weights else None
         out = self.out_proj(out.transpose(1, 2).flatten(2))  # heads side by side, (B, N, H * E) -> (B, N, W)
-        if cache is not None:
-            cache.settle()
-        return (out, attention_weights(q, k, **options)) if need_weights else out
+        return out if weights is None else (out, weights)
 
     def _split(self, x: Tensor, norm: nn.Module | None, width: int) -> Tensor:
         """(B, N, heads * width) -> (B, heads, N, width). The heads are counted from x: it may hold a shard of them."""
         x = x.unflatten(-1, (-1, width))
         return (x if norm is None else norm(x)).transpose(1, 2)
 
-    def _place(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        positions: Tensor | None,
-        cache: KVCache | RollingCache | None,
-        *,
-        own_keys: bool,
-        mask: Mask | Tensor | None,
-        bias: BiasLike | None,
-    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-        """Turn q and k to where they stand, join what the cache holds, and say the rest of it in `attend`'s words."""
-        n, new = q.shape[2], k.shape[2]
-        scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        rotary = self.position_encoding if isinstance(self.position_encoding, Rotary) else None
-        biases = [*as_biases(self.position_encoding if rotary is None else None)]
+    def _turn(self, x: Tensor, positions: Tensor | int, length: int) -> Tensor:
+        """x (B, heads, N, D) turned to its positions, where they are rotary."""
+        rotary = self.position_encoding
+        return rotary(x, positions, length=length) if isinstance(rotary, Rotary) else x
 
-        if cache is None or cache.complete or not own_keys:
-            slots = Slots(positions=positions, key_positions=positions if own_keys else None)
-            held = 0
-        else:
-            slots, held = cache.number(new, positions), len(cache)
-        if cache is not None and not cache.complete and not cache.before_rotary:
-            k = _turn(rotary, k, slots.positions if own_keys else None, held, held + new)
-            k, v = cache.append(k, v)
-            turned = True
-        elif cache is not None and not cache.complete:
-            k, v = cache.append(k, v)
-            turned = False
-        else:
-            turned = cache is not None
-        m = k.shape[2]
-        if not turned:
-            k = _turn(rotary, k, slots.key_positions, 0, m)
-        plain_q, q = q, _turn(rotary, q, slots.positions, m - n, m)
-        if slots.sinks and rotary is not None:
-            # One product for both numberings: queries carry both turns side by side, each key meets one of them.
-            near = _turn(rotary, plain_q, torch.arange(m - n, m, device=q.device).clamp(max=slots.last), 0, m)
-            q = torch.cat([q, near], dim=-1)
-            sinks, rest = k[:, :, : slots.sinks], k[:, :, slots.sinks :]
-            k = torch.cat(
-                [
-                    torch.cat([x, torch.zeros_like(x)], -1) if x is rest else torch.cat([torch.zeros_like(x), x], -1)
-                    for x in (sinks, rest)
-                ],
-                dim=2,
-            )
+    def _place_keys(
+        self, k: Tensor, v: Tensor, positions: Tensor | None, cache: KVCache | RollingCache | None, *, own: bool
+    ) -> tuple[Tensor, Tensor, Slots]:
+        """All keys (turned) and values, cached ones first; and where they and the queries stand.
+
+        In self attention (`own`) the given positions are the new keys' as well as the queries'.
+        """
+        if cache is None:
+            slots = Slots(positions=positions, key_positions=positions if own else None)
+            return self._turn(k, 0 if slots.key_positions is None else slots.key_positions, k.shape[2]), v, slots
+        k, v, slots = cache.extend(k, v, self._turn, positions if own else None)
+        return k, v, slots if own else replace(slots, positions=positions)
+
+    def _place_queries(self, q: Tensor, k: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
+        """Queries, turned; and the keys that they meet."""
+        n, m = q.shape[2], k.shape[2]
+        turned = self._turn(q, m - n if slots.positions is None else slots.positions, m)
+        if not slots.sinks or not isinstance(self.position_encoding, Rotary):
+            return turned, k
+        # Queries meet the first keys as if they stood nearer. One product serves both: a query carries both turns side by
+        # side, and each key is zero beside the one that is not for it.
+        nearer = self._turn(q, torch.arange(m - n, m, device=q.device).clamp(max=slots.last), m)
+        width, first = q.shape[3], slots.sinks
+        both = k.new_zeros(*k.shape[:3], 2 * width)
+        both[:, :, first:, :width] = k[:, :, first:]
+        both[:, :, :first, width:] = k[:, :, :first]
+        return torch.cat([turned, nearer], dim=-1), both
+
+    def _options(self, slots: Slots, mask: Mask | Tensor | None, bias: BiasLike | None) -> dict[str, Any]:
+        """What `attend` is told beside q, k and v."""
+        own = () if isinstance(self.position_encoding, Rotary) else as_biases(self.position_encoding)
         if slots.sinks:
-            biases = [Saturated(one, slots.sinks, slots.last) for one in biases]
-        biases += as_biases(bias)
-        mask = None if mask is None else as_mask(mask)
+            own = tuple(Saturated(one, slots.sinks, slots.last) for one in own)
+        biases = (*own, *as_biases(bias))
         if slots.mask is not None:
-            mask = slots.mask if mask is None else slots.mask & mask
-        options: dict[str, Any] = {
-            "scale": scale,
-            "softcap": self.softcap,
-            "sinks": self.sinks,
+            mask = slots.mask if mask is None else slots.mask & as_mask(mask)
+        return {
             "mask": mask,
             "bias": biases or None,
             "positions": slots.positions,
             "key_positions": slots.key_positions,
+            "scale": self.head_dim**-0.5 if self.scale is None else self.scale,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
         }
-        return q, k, v, options
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         for what, x, width in (
@@ -335,18 +330,18 @@ class MultiHeadAttention(nn.Module):
         """The walk through the layer for a text of `tokens`: shapes at each step, parameters, multiply-adds, cache.
 
         >>> print(MultiHeadAttention(16, 4, num_kv_heads=2, bias=False).describe(5))
-        step     what                              shape            parameters  multiply-adds
-        project  q_proj                            (1, 5, 16)              256          1,280
-                 k_proj                            (1, 5, 8)               128            640
-                 v_proj                            (1, 5, 8)               128            640
-        split    4 heads of q                      (1, 4, 5, 4)
-                 2 heads of k                      (1, 2, 5, 4)
-                 2 heads of v                      (1, 2, 5, 4)
-        score    q k^T * 0.5                       (1, 4, 5, 5)                           400
-        weigh    softmax, times v                  (1, 4, 5, 4)                           400
-        merge    heads side by side                (1, 5, 16)
-        project  out_proj                          (1, 5, 16)              256          1,280
-        total                                                              768          4,640
+        step     what                shape         parameters  multiply-adds
+        project  q_proj              (1, 5, 16)           256          1,280
+                 k_proj              (1, 5, 8)            128            640
+                 v_proj              (1, 5, 8)            128            640
+        split    4 heads of q        (1, 4, 5, 4)
+                 2 heads of k        (1, 2, 5, 4)
+                 2 heads of v        (1, 2, 5, 4)
+        score    q k^T * 0.5         (1, 4, 5, 5)                        400
+        weigh    softmax, times v    (1, 4, 5, 4)                        400
+        merge    heads side by side  (1, 5, 16)
+        project  out_proj            (1, 5, 16)           256          1,280
+        total                                             768          4,640
         cache: 64 bytes per token (2 kv heads x (4 + 4) x 4 bytes)
         """
         h, g, d, e = self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim
@@ -381,13 +376,17 @@ class MultiHeadAttention(nn.Module):
         rows.append(("merge", "heads side by side", (b, n, h * e), None, None))
         project("project", "out_proj")
         total = sum(row[3] or 0 for row in rows), sum(row[4] or 0 for row in rows)
-        lines = [f"{'step':8} {'what':33} {'shape':16} {'parameters':>10} {'multiply-adds':>14}"]
-        for step, what, shape, parameters, products in (*rows, ("total", "", None, *total)):
-            cells = (
-                "" if shape is None else str(shape),
-                *("" if x is None else f"{x:,}" for x in (parameters, products)),
+        cells = [("step", "what", "shape", "parameters", "multiply-adds")]
+        for step, what, shape, *counts in (*rows, ("total", "", None, *total)):
+            cells.append((step, what, str(shape or ""), *("" if x is None else f"{x:,}" for x in counts)))
+        wide = [max(len(row[i]) for row in cells) for i in range(5)]
+        lines = [
+            "  ".join(
+                (*(cell.ljust(w) for cell, w in zip(row[:3], wide, strict=False)), *map(str.rjust, row[3:], wide[3:]))
             )
-            lines.append(f"{step:8} {what:33} {cells[0]:16} {cells[1]:>10} {cells[2]:>14}".rstrip())
+            for row in cells
+        ]
+        lines = [line.rstrip() for line in lines]
         size = self.k_proj.weight.element_size()
         lines.append(f"cache: {g * (d + e) * size:,} bytes per token ({g} kv heads x ({d} + {e}) x {size} bytes)")
         return "\n".join(lines)
@@ -438,7 +437,8 @@ class AttentionBlock(nn.Module):
                 received=f"query_dim={layer.query_dim}, embed_dim={layer.embed_dim}",
             )
         self.layer = layer
-        self.norm = nn.LayerNorm(layer.embed_dim, eps=eps)
+        weight = layer.out_proj.weight
+        self.norm = nn.LayerNorm(layer.embed_dim, eps=eps, device=weight.device, dtype=weight.dtype)
         self.dropout = nn.Dropout(dropout)
         self.order = norm
 
@@ -455,12 +455,6 @@ class AttentionBlock(nn.Module):
 
     def extra_repr(self) -> str:
         return f"norm={self.order!r}"
-
-
-def _turn(rotary: Rotary | None, x: Tensor, positions: Tensor | None, start: int, length: int) -> Tensor:
-    if rotary is None:
-        return x
-    return rotary(x, start if positions is None else positions, length=length)
 
 
 def _norm(kind: str | None, width: int) -> nn.Module | None:

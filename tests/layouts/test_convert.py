@@ -75,6 +75,10 @@ class TestKeys:
         with refuses("the keys of one of the layouts separate, llama", r"received \['a', 'b.c'\]"):
             layouts.load({"a": torch.ones(2), "b.c": torch.ones(2)}, 3)
 
+    def test_near_to_a_known_key(self) -> None:
+        with refuses("remedy: the nearest to 'query.weight' is 'self.query.weight', of layout 'bert'"):
+            layouts.load({"query.weight": torch.ones(6, 6)}, 3)
+
     def test_a_named_layout_that_is_not_there(self) -> None:
         with refuses("expected 'c_attn.weight', as layout 'gpt2'|the keys of one of the layouts gpt2"):
             layouts.load(state_of("llama"), 6, layout="gpt2")

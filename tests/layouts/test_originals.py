@@ -95,11 +95,13 @@ def test_dtype_and_device_are_those_of_the_tensors_and_nothing_is_shared() -> No
     before = state["in_proj_weight"].clone()
     layer = layouts.load(state, 2)
     exported = layouts.export(layer, "torch")
+    same_names = layouts.export(layer, "separate")
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.fill_(7.0)
     assert torch.equal(state["in_proj_weight"], before)
     assert torch.equal(exported["in_proj_weight"], before)
+    assert torch.equal(same_names["q_proj.weight"], before[:10])
 
 
 def test_loading_draws_nothing_at_random() -> None:

@@ -63,7 +63,9 @@ def test_masks(split: bool, attn: str, padding: str, batch_first: bool) -> None:
     for options in ({}, {"average_attn_weights": False}, {"need_weights": False}):
         close(ours(query, key, value, **masks, **options), theirs(query, key, value, **masks, **options))
     masks = {"attn_mask": ATTN[attn](N, N), "key_padding_mask": PADDING[padding](N)}
-    close(ours(query, query, query, **masks), theirs(query, query, query, **masks))
+    other = query.flip(0, 1)
+    for q, k, v in ((query, query, query), (query, query, other), (query, other, other), (query, other, query)):
+        close(ours(q, k, v, **masks), theirs(q, k, v, **masks))
 
 
 @both

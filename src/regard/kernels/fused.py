@@ -34,6 +34,8 @@ def why_not(call: Call) -> str | None:
         return "it has no sinks"
     if call.q.shape[3] != call.v.shape[3]:
         return f"the head widths of q and k ({call.q.shape[3]}) and of v ({call.v.shape[3]}) differ"
+    if call.scale <= 0:
+        return "it multiplies the mask's -inf by the scale, which must be positive"
     if not (batch and heads and n and m and call.q.shape[3]):
         return "a size is zero"
     if call.q.device.type == "meta":

@@ -160,6 +160,6 @@ class Layout:
             found = {key: tensor.T if tensor.dim() == 2 else tensor for key, tensor in found.items()}
         for key in found:
             if key not in self.keys:
-                raise bad_value(f"export as {self.name!r}", expected=f"what {self.origin} have a name for",
+                raise bad_value(f"export as {self.name!r}", expected=f"weights that have a name in {self.origin}",
                                 received=key, remedy="export as 'separate', which has names for all")  # fmt: skip
         return {self.keys[key]: tensor.detach().clone().contiguous() for key, tensor in found.items()}

@@ -16,7 +16,7 @@ from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.layouts.base import Layout, Tensors
 from regard.positions import Alibi, RelativeBias, Rotary
 
-__all__ = ["build", "build_block", "check_biases", "check_expressible", "sizes", "take"]
+__all__ = ["build", "build_block", "check_biases", "check_expressible", "divide", "relative_bias", "sizes", "take"]
 
 _STEMS = ("q_proj", "k_proj", "v_proj", "out_proj")
 

@@ -242,9 +242,11 @@ def _no_match(found: Tensors, prefix: str, candidates: list[Layout]) -> ValueErr
         shapes = {key: tuple(tensor.shape) for key, tensor in found.items()}
         return bad_value("state_dict", expected=f"the shapes of layout {best.name!r} ({best.origin})", received=shapes,
                          remedy="layout='auto'")  # fmt: skip
-    known = ", ".join(layout.name for layout in candidates)
-    return bad_value("state_dict", expected=f"the keys of one of the layouts {known}", received=sorted(found)[:12],
-                     remedy=_nearest(missing[0], list(found)))  # fmt: skip
+    known, shown = ", ".join(layout.name for layout in candidates), sorted(found)[:12]
+    theirs = {key: layout.name for layout in candidates for key in layout.keys.values()}
+    near = [(key, close) for key in shown for close in difflib.get_close_matches(key, theirs, n=1)]
+    remedy = f"the nearest to {near[0][0]!r} is {near[0][1]!r}, of layout {theirs[near[0][1]]!r}" if near else ""
+    return bad_value("state_dict", expected=f"the keys of one of the layouts {known}", received=shown, remedy=remedy)
 
 
 def _under(found: Mapping[str, Tensor], prefix: str) -> Tensors:

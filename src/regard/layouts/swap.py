@@ -23,7 +23,8 @@ def swap(model: Model, split: bool = False) -> Model:
 
     It takes the same calls and gives the same answers, but: with and without weights alike; 0 before the output
     projection, never NaN, where a query may see nothing; weights are those before dropout; `forward` and hooks run
-    inside `nn.TransformerEncoder` in evaluation too (its fast paths would go around them).
+    inside `nn.TransformerEncoder` in evaluation too (its fast paths would go around them). `is_causal=True` says that
+    `attn_mask` is the causal one, as ever; here it also goes without.
 
     Args:
         model: any module; if it is an `nn.MultiheadAttention` itself, what replaces it is returned. Give the outermost

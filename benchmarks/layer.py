@@ -1,10 +1,10 @@
-"""How fast is the layer beside its peers? Width 768, 12 heads, float32; inference and training, with and without dropout.
+"""How fast is the layer beside its peers? Width 768, 12 heads, float32, with and without dropout.
 
     python benchmarks/layer.py [--seconds 3] [--json benchmarks/results/layer.json] [--only 1x2048]
 
-Peers: `nn.MultiheadAttention`, a plain module around `scaled_dot_product_attention`, x-transformers and the self attention
-of HF's BERT. All take (B, N, 768), apply their own projections and give (B, N, 768). A ratio is our time divided by
-theirs: below 1 we are ahead. Rows of the JSON: case, mode, dropout, and the seconds of each contestant.
+Peers: `nn.MultiheadAttention`, a plain module around `scaled_dot_product_attention`, x-transformers and the self
+attention of HF's BERT. All take (B, N, 768), apply their own projections and give (B, N, 768). A ratio is our time
+divided by theirs: below 1 we are ahead. Rows of the JSON: case, mode, dropout, and the seconds of each contestant.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def main() -> None:
                 continue
             x = torch.randn(batch, length, WIDTH, requires_grad=mode == "training")
             times = take_turns(
-                {peer: contestant(module, x, mode == "training") for peer, module in modules.items()}, seconds=options.seconds
+                {peer: contestant(module, x, mode == "training") for peer, module in modules.items()},
+                seconds=options.seconds,
             )
             ours, others = times["regard"], {peer: t for peer, t in times.items() if peer != "regard"}
             best = min(others, key=others.__getitem__)

@@ -14,12 +14,14 @@ from pathlib import Path
 import torch
 
 
-def take_turns(contestants: dict[str, Callable[[], object]], *, seconds: float = 3.0, rounds: int = 7) -> dict[str, float]:
+def take_turns(
+    contestants: dict[str, Callable[[], object]], *, seconds: float = 3.0, rounds: int = 7
+) -> dict[str, float]:
     """The median time of each contestant, in seconds.
 
     Every round runs each of them once, in random order, so that a slow moment of the machine hits all alike. A quick
-    contestant is repeated within its turn until the turn lasts a millisecond. Rounds go on until `seconds` are spent, and
-    there are at least `rounds`.
+    contestant is repeated within its turn until the turn lasts a millisecond. Rounds go on until `seconds` are spent,
+    and there are at least `rounds`.
     """
     repeats = {}
     for name, run in contestants.items():
@@ -42,7 +44,7 @@ def take_turns(contestants: dict[str, Callable[[], object]], *, seconds: float =
 def table(header: list[str], rows: list[list[str]]) -> str:
     """A Markdown table with aligned columns."""
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-    line = "| " + " | ".join("{:<%d}" % w if i == 0 else "{:>%d}" % w for i, w in enumerate(widths)) + " |"
+    line = "| " + " | ".join(f"{{:{'>' if i else '<'}{w}}}" for i, w in enumerate(widths)) + " |"
     rule = "|" + "|".join("-" * (w + 2) for w in widths) + "|"
     return "\n".join([line.format(*header), rule, *(line.format(*row) for row in rows)])
 

@@ -1,6 +1,6 @@
-"""Shared by the kernel tests: random calls of every kind, plain PyTorch beside them, and the rule that compares the two.
+"""Shared by the kernel tests: random calls of every kind, plain PyTorch beside them, and the rule between the two.
 
-The rule: a kernel's error against float64 is at most twice that of plain PyTorch, in the same dtype, on the same numbers.
+The rule: a kernel's error against float64 is at most twice that of plain PyTorch, in the same dtype, on the same input.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _bias_to(bias: Any, dtype: torch.dtype) -> Any:
 
 
 def plain(case: Case) -> Tensor:
-    """Attention as people write it in plain PyTorch, in the dtype of the inputs: no care for precision or empty rows."""
+    """Attention as people write it in plain PyTorch, in the dtype of the inputs: no care for precision."""
     call = case.call()
     q, k, v = call.q, call.k, call.v
     groups = q.shape[1] // k.shape[1]

@@ -44,7 +44,9 @@ def test_kernels_by_name() -> None:
     outs = [attend(q, q, q, kernel=name) for name in available()]
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0])
-    with pytest.raises(ValueError, match=r"kernel: expected \"auto\" or one of \['fused', 'blockwise', 'reference'\], received 'flash'"):
+    with pytest.raises(
+        ValueError, match=r"kernel: expected \"auto\" or one of \['fused', 'blockwise', 'reference'\], received 'flash'"
+    ):
         attend(q, q, q, kernel="flash")
 
 

@@ -1,4 +1,4 @@
-"""The settled conventions, one test each, named after it. Others disagree on every one of them; here there is one answer."""
+"""The settled conventions, one test each, named after it. Others disagree on each of them; here there is one answer."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def test_a_rolling_cache_numbers_its_slots_from_zero_and_stores_keys_before_rota
 
 def test_a_kernel_that_is_named_and_cannot_serve_raises_and_says_why() -> None:
     q = normal(1, 1, 3, 2)
-    with pytest.raises(ValueError, match="kernel 'fused': expected a call that it can serve.*no softcap.*auto"):
+    with pytest.raises(ValueError, match=r"kernel 'fused': expected a call that it can serve.*no softcap.*auto"):
         attend(q, q, q, softcap=1.0, kernel="fused")
     attend(q, q, q, softcap=1.0)  # "auto" chooses one that can
 
@@ -244,7 +244,8 @@ def test_query_head_i_uses_kv_head_i_divided_by_the_group(kernel: str) -> None:
 
 def test_q_and_k_are_normalised_per_head_before_rotary() -> None:
     layer = regard.MultiHeadAttention(8, 2, qk_norm="rms", position_encoding=Rotary(4)).double()
-    assert layer.q_norm is not None and layer.k_norm is not None
+    assert layer.q_norm is not None
+    assert layer.k_norm is not None
     nn.init.normal_(layer.q_norm.weight)  # type: ignore[arg-type]
     assert layer.q_norm.weight.shape == (4,)
     x = normal(1, 5, 8)
@@ -277,7 +278,11 @@ def test_softmax_accumulates_in_float32_or_wider(kernel: str, dtype: torch.dtype
     from regard.kernels import KERNELS
 
     m = 4099  # equal weights: a sum kept in bfloat16 would stop growing at 256
-    q, k, v = torch.zeros(1, 1, 1, 2, dtype=dtype), torch.zeros(1, 1, m, 2, dtype=dtype), torch.ones(1, 1, m, 2, dtype=dtype)
+    q, k, v = (
+        torch.zeros(1, 1, 1, 2, dtype=dtype),
+        torch.zeros(1, 1, m, 2, dtype=dtype),
+        torch.ones(1, 1, m, 2, dtype=dtype),
+    )
     out, lse = next(one for one in KERNELS if one.name == kernel).forward(prepare(q, k, v))
     assert out.dtype == dtype
     assert lse.dtype == (torch.float64 if dtype is torch.float64 else torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -385,8 +386,8 @@ def test_describe_counts() -> None:
         position_encoding=RelativeBias(6, num_buckets=8),
     )  # fmt: skip
     lines = layer.describe(11, batch=2).splitlines()
-    cells = {line[9:42].strip() or line.split()[0]: line[42:].split("  ") for line in lines[1:-1]}
-    numbers = {what: [c.strip() for c in rest if c.strip()] for what, rest in cells.items()}
+    rows = [re.split(r"\s{2,}", line) for line in lines[1:-1]]  # step, what, then shape and numbers where there are any
+    numbers = {what: rest for _, what, *rest in rows[:-1]} | {rows[-1][0]: rows[-1][1:]}
     assert numbers["q_proj"] == ["(2, 11, 42)", f"{30 * 42 + 42:,}", f"{2 * 11 * 30 * 42:,}"]
     assert numbers["k_proj"] == ["(2, 11, 14)", f"{30 * 14 + 14:,}", f"{2 * 11 * 30 * 14:,}"]
     assert numbers["v_proj"] == ["(2, 11, 10)", f"{30 * 10 + 10:,}", f"{2 * 11 * 30 * 10:,}"]

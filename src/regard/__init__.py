@@ -1,9 +1,10 @@
 """regard: multi-head attention that you can see into."""
 
-from regard import cache, configurations, kernels, masks, positions
+from regard import cache, configurations, kernels, layouts, masks, positions
 from regard.attention import attend, attention_weights, explain
 from regard.cache import KVCache, RollingCache
 from regard.layer import AttentionBlock, MultiHeadAttention
+from regard.layouts import swap
 
 __version__ = "0.1.0"
 
@@ -18,6 +19,8 @@ __all__ = [
     "configurations",
     "explain",
     "kernels",
+    "layouts",
     "masks",
     "positions",
+    "swap",
 ]

@@ -1,5 +1,5 @@
-"""Attention as functions: `attend`, `attention_weights`, `explain`. Checks what the caller gave, picks a kernel, and never
-lets the choice change the answer.
+"""Attention as functions: `attend`, `attention_weights`, `explain`. Checks what the caller gave, picks a kernel, and
+never lets the choice change the answer.
 
 Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v.
 """
@@ -181,11 +181,11 @@ def prepare(
     generator: torch.Generator | None = None,
 ) -> Call:
     """Check what the caller gave and lower it to a `Call`."""
-    _check_tensors(q, k, v)
     device = q.device
     if device.type != "meta" and torch.is_autocast_enabled(device.type) and q.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    _check_tensors(q, k, v)
     batch, heads, n, _ = q.shape
     m = k.shape[2]
     if mask is not None:
@@ -209,8 +209,7 @@ def prepare(
         positions = _positions("positions", positions, batch, n)
     elif positions is not None:
         q_start, positions = positions, None
-    if scale is None:
-        scale = q.shape[3] ** -0.5 if q.shape[3] else 1.0
+    factor = (q.shape[3] ** -0.5 if q.shape[3] else 1.0) if scale is None else float(scale)
     if softcap is not None and not softcap > 0:
         raise bad_value("softcap", expected="a positive number, or None for no cap", received=softcap)
     if sinks is not None:
@@ -226,7 +225,7 @@ def prepare(
         q,
         k,
         v,
-        float(scale),
+        factor,
         q_start,
         None if softcap is None else float(softcap),
         mask,

@@ -11,7 +11,7 @@
                                │ out_proj
                         out (B, N, W)
 
-Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v, W model width.
+Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E of v, W model width.
 """
 
 from __future__ import annotations
@@ -207,17 +207,11 @@ class MultiHeadAttention(nn.Module):
         if query.dim() == 2:
             value = None if value is None or value is key else value[None]
             key = None if key is None or key is query else key[None]
-            result = self.forward(
-                query[None],
-                key,
-                value,
-                mask=mask,
-                bias=bias,
-                positions=positions,
-                cache=cache,
-                need_weights=need_weights,
-            )  # type: ignore[call-overload]
-            return (result[0][0], result[1][0]) if need_weights else result[0]
+            same: dict[str, Any] = {"mask": mask, "bias": bias, "positions": positions, "cache": cache}
+            if need_weights:
+                out, weights = self.forward(query[None], key, value, **same, need_weights=True)
+                return out[0], weights[0]
+            return self.forward(query[None], key, value, **same)[0]
         key = query if key is None else key
         value = key if value is None else value
         self._check_inputs(query, key, value)
@@ -240,7 +234,9 @@ class MultiHeadAttention(nn.Module):
     def _split(self, x: Tensor, norm: nn.Module | None, width: int) -> Tensor:
         """(B, N, heads * width) -> (B, heads, N, width). The heads are counted from x: it may hold a shard of them."""
         x = x.unflatten(-1, (-1, width))
-        return (x if norm is None else norm(x)).transpose(1, 2)
+        if norm is not None:
+            x = norm(x.to(next(norm.parameters()).dtype)).to(x.dtype)  # autocast leaves the weights wider than x
+        return x.transpose(1, 2)
 
     def _turn(self, x: Tensor, positions: Tensor | int, length: int) -> Tensor:
         """x (B, heads, N, D) turned to its positions, where they are rotary."""
@@ -266,8 +262,8 @@ class MultiHeadAttention(nn.Module):
         turned = self._turn(q, m - n if slots.positions is None else slots.positions, m)
         if not slots.sinks or not isinstance(self.position_encoding, Rotary):
             return turned, k
-        # Queries meet the first keys as if they stood nearer. One product serves both: a query carries both turns side by
-        # side, and each key is zero beside the one that is not for it.
+        # Queries meet the first keys as if they stood nearer. One product serves both: a query carries both turns side
+        # by side, and each key is zero beside the one that is not for it.
         nearer = self._turn(q, torch.arange(m - n, m, device=q.device).clamp(max=slots.last), m)
         width, first = q.shape[3], slots.sinks
         both = k.new_zeros(*k.shape[:3], 2 * width)
@@ -311,6 +307,8 @@ class MultiHeadAttention(nn.Module):
         if key.shape[1] != value.shape[1]:
             raise bad_value("key, value", expected="the same length", received=f"{shape_of(key)}, {shape_of(value)}")
         weight = self.q_proj.weight
+        if not isinstance(weight, Tensor):  # a quantised projection's is a method
+            return
         if query.dtype != weight.dtype and not torch.is_autocast_enabled(query.device.type):
             raise bad_type(
                 "query",
@@ -376,7 +374,7 @@ class MultiHeadAttention(nn.Module):
         rows.append(("merge", "heads side by side", (b, n, h * e), None, None))
         project("project", "out_proj")
         total = sum(row[3] or 0 for row in rows), sum(row[4] or 0 for row in rows)
-        cells = [("step", "what", "shape", "parameters", "multiply-adds")]
+        cells: list[tuple[str, ...]] = [("step", "what", "shape", "parameters", "multiply-adds")]
         for step, what, shape, *counts in (*rows, ("total", "", None, *total)):
             cells.append((step, what, str(shape or ""), *("" if x is None else f"{x:,}" for x in counts)))
         wide = [max(len(row[i]) for row in cells) for i in range(5)]
@@ -411,8 +409,9 @@ class MultiHeadAttention(nn.Module):
 class AttentionBlock(nn.Module):
     """Residual and LayerNorm around an attention layer.
 
-    `norm="post"`: norm(x + dropout(layer(x))), as in the first transformer and BERT. `norm="pre"`: x + dropout(layer(norm(x))),
-    as in GPT-2. Arguments beyond the first go to the layer as they are (memory for cross attention is not normalised).
+    `norm="post"`: norm(x + dropout(layer(x))), as in the first transformer and BERT. `norm="pre"`:
+    x + dropout(layer(norm(x))), as in GPT-2. Arguments beyond the first go to the layer as they are: the memory of
+    cross attention is not normalised.
 
     >>> block = AttentionBlock(MultiHeadAttention(16, 4), norm="pre")
     >>> block(torch.randn(2, 5, 16)).shape

@@ -1,4 +1,4 @@
-"""Every kernel against `reference` in float64, values and gradients, over shapes, strides, masks, dtypes and block sizes."""
+"""Every kernel against `reference` in float64, values and gradients, over shapes, strides, masks, dtypes, blocks."""
 
 from __future__ import annotations
 

@@ -81,7 +81,9 @@ def test_padding_is_skipped_item_by_item(monkeypatch: pytest.MonkeyPatch) -> Non
     seen = []
     scores = blockwise._Chunk.scores
     monkeypatch.setattr(
-        blockwise._Chunk, "scores", lambda self, strip, q: seen.append((self.batch.start, strip.width)) or scores(self, strip, q)
+        blockwise._Chunk,
+        "scores",
+        lambda self, strip, q: seen.append((self.batch.start, strip.width)) or scores(self, strip, q),
     )
     q = torch.randn(3, 1, 16, 4)
     blockwise.run(prepare(q, q, q, mask=Padding(lengths=torch.tensor([16, 3, 0]))), 0, 4)

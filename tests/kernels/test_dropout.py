@@ -27,7 +27,13 @@ def test_rows_columns_heads_items_and_seeds_are_independent() -> None:
     x = torch.cat([kept(0.5, seed, 3, 3, 211, 223) for seed in (7, 8)])  # (6, 3, 211, 223)
     z = (x - x.mean()) / x.std()
     sigma = z[0, 0].numel() ** -0.5
-    for a, b in [(z[0, 0], z[0, 1]), (z[0, 0], z[1, 0]), (z[0, 0], z[3, 0]), (z[..., 1:], z[..., :-1]), (z[..., 1:, :], z[..., :-1, :])]:
+    for a, b in [
+        (z[0, 0], z[0, 1]),
+        (z[0, 0], z[1, 0]),
+        (z[0, 0], z[3, 0]),
+        (z[..., 1:], z[..., :-1]),
+        (z[..., 1:, :], z[..., :-1, :]),
+    ]:
         assert abs((a * b).mean().item()) < 5 * sigma
     for lag in (2, 4, 8, 16, 32, 64, 128):  # powers of two are where a weak hash shows
         assert abs((z[..., lag:] * z[..., :-lag]).mean().item()) < 5 * sigma

@@ -61,7 +61,13 @@ def test_under_torch_func_it_steps_back() -> None:
 
 @pytest.mark.parametrize(
     "mask",
-    [None, Causal(), Causal() & Padding(lengths=torch.tensor([5, 7])), Keep(torch.rand(5, 7) < 0.5), Window(9) & Causal()],
+    [
+        None,
+        Causal(),
+        Causal() & Padding(lengths=torch.tensor([5, 7])),
+        Keep(torch.rand(5, 7) < 0.5),
+        Window(9) & Causal(),
+    ],
 )
 @pytest.mark.parametrize("train", [False, True])
 def test_really_runs_fused(mask: object, train: bool) -> None:

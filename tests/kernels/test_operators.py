@@ -35,7 +35,9 @@ def test_a_call_taken_apart_and_put_together_is_the_same(case: Case) -> None:
 def test_the_operator_keeps_torchs_rules(case: Case) -> None:
     """torch's own checks: schema, fake tensors, autograd registration, compilation with dynamic shapes."""
     flat = flatten(case.to(torch.float64).call())
-    torch.library.opcheck(torch.ops.regard.blockwise.default, (*flat, 3, 5), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        torch.ops.regard.blockwise.default, (*flat, 3, 5), test_utils=("test_schema", "test_faketensor")
+    )
 
 
 ALIBI = Alibi(4).double()
@@ -73,7 +75,9 @@ def test_compiled_4096_tokens_are_not_unrolled() -> None:
         torch._dynamo.reset()
         q = torch.zeros(1, 2, n, 4)
         compiled = torch.compile(
-            lambda q: attend(q, q, q, mask=Causal() & Window(5), dropout=0.1, softcap=2.0), fullgraph=True, backend=count
+            lambda q: attend(q, q, q, mask=Causal() & Window(5), dropout=0.1, softcap=2.0),
+            fullgraph=True,
+            backend=count,
         )
         assert compiled(q).shape == q.shape
     assert counts[0] == counts[1] < 150
@@ -82,7 +86,9 @@ def test_compiled_4096_tokens_are_not_unrolled() -> None:
 @pytest.mark.parametrize("mask", [None, Causal()])
 def test_inductor_compiles_attention(mask: object) -> None:
     q, k, v = (torch.randn(2, 3, 17, 8, requires_grad=True) for _ in range(3))
-    compiled = torch.compile(lambda q, k, v: attend(q, k, v, mask=mask, softcap=2.0) + attend(q, k, v, mask=mask), fullgraph=True)
+    compiled = torch.compile(
+        lambda q, k, v: attend(q, k, v, mask=mask, softcap=2.0) + attend(q, k, v, mask=mask), fullgraph=True
+    )
     eager = attend(q, k, v, mask=mask, softcap=2.0) + attend(q, k, v, mask=mask)
     ours = compiled(q, k, v)
     torch.testing.assert_close(ours, eager)

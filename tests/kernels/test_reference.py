@@ -27,7 +27,9 @@ def test_two_keys(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", available())
 def test_equal_scores_give_the_mean(kernel: str) -> None:
     values = row(*range(11))
-    assert attend(row(0.0, 3.0), row(*([1.0] * 11)), values, kernel=kernel).flatten().tolist() == pytest.approx([5.0, 5.0])
+    assert attend(row(0.0, 3.0), row(*([1.0] * 11)), values, kernel=kernel).flatten().tolist() == pytest.approx(
+        [5.0, 5.0]
+    )
 
 
 def test_the_stages_of_the_scores() -> None:
@@ -43,7 +45,7 @@ def test_the_stages_of_the_scores() -> None:
     assert stage("biased") == pytest.approx([capped[0] + 0.5, capped[1], -math.inf])
     a, b = math.exp(capped[0] + 0.5), math.exp(capped[1])
     assert stage("weights") == pytest.approx([a / (a + b), b / (a + b), 0.0])
-    with pytest.raises(ValueError, match="stage: expected one of .*'weights'.*received 'logits'"):
+    with pytest.raises(ValueError, match=r"stage: expected one of .*'weights'.*received 'logits'"):
         stage("logits")
 
 

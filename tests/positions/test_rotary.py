@@ -469,9 +469,7 @@ def test_fake_tensors_neither_leave_nor_meet_what_is_kept():
 def test_gradients(size, interleaved, width):
     rotary = Rotary(D, width=width, interleaved=interleaved)
     x = random(2, 1, 3, D, dtype=torch.float64).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda x: rotary(x, 5), (x,), check_forward_ad=True, check_batched_grad=True
-    )
+    assert torch.autograd.gradcheck(lambda x: rotary(x, 5), (x,), check_forward_ad=True, check_batched_grad=True)
     assert torch.autograd.gradcheck(lambda x: rotary(x, torch.tensor([[1, 5, 2], [0, 1, 7]])), (x,))
     assert torch.autograd.gradgradcheck(lambda x: rotary(x, 5).pow(3), (x,))
 
@@ -536,9 +534,7 @@ def test_compiling_leaves_no_table(fresh_compiler):
 def test_exports_for_any_number_of_tokens(scaling, strict):
     rotary = Rotary(D, scaling=scaling)
     tokens = torch.export.Dim("tokens", min=2, max=TRAINED)
-    program = torch.export.export(
-        rotary, (random(B, H, N, D),), dynamic_shapes={"x": {2: tokens}}, strict=strict
-    )
+    program = torch.export.export(rotary, (random(B, H, N, D),), dynamic_shapes={"x": {2: tokens}}, strict=strict)
     assert not rotary._tables
     x = random(B, H, 11, D)
     torch.testing.assert_close(program.module()(x), rotary(x))
@@ -667,9 +663,7 @@ def test_refuses_to_be_made(make, words):
 
 
 def test_refuses_what_is_no_scaling():
-    with pytest.raises(
-        TypeError, match=r"scaling: expected Linear, .* received dict; remedy: .*Linear\(4\.0\)"
-    ):
+    with pytest.raises(TypeError, match=r"scaling: expected Linear, .* received dict; remedy: .*Linear\(4\.0\)"):
         Rotary(8, scaling={"factor": 4.0})
 
 

@@ -1,6 +1,6 @@
 """Ways to compute the same thing. `reference` says what is right; the others are faster or smaller.
 
-To add a kernel: one file with `name`, `why_not`, `worth`, `forward`, `output` (see `call.py`) and one line in `KERNELS`.
+To add a kernel: one file with `name`, `why_not`, `worth`, `forward`, `output` (see `call.py`), and a line in `KERNELS`.
 """
 
 from __future__ import annotations

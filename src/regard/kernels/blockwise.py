@@ -10,8 +10,8 @@ forgotten; only the output and the log-sum-exp of each row stay. The backward pa
 
 Exponentials are taken in base 2 (log2 e is folded into the scale of q), for exp2 costs a CPU a third of exp.
 
-Letters: B batch, H query heads, G kv heads, R = H / G query heads per kv head, N queries, M keys, D head width of q and k,
-E head width of v; in a chunk of c batch items and g kv heads, n rows and m keys of one strip.
+Letters: B batch, H query heads, G kv heads, R = H / G query heads per kv head, N queries, M keys, D head width of q
+and k, E head width of v; in a chunk of c batch items and g kv heads, n rows and m keys of one strip.
 """
 
 from __future__ import annotations
@@ -174,12 +174,11 @@ def _forward(call: Call, height: int, width: int) -> tuple[Tensor, Tensor]:
             p, _ = chunk.scores(strip, chunk.queries(strip))
             # An empty row's maximum is -inf; the lowest number in its place keeps -inf - -inf from becoming NaN.
             top = p.amax(-1, keepdim=True).clamp_(min=lowest)
-            if call.sinks is not None:
-                sink = chunk.sinks(strip)
-                top = torch.maximum(top, sink)
+            sink = None if call.sinks is None else chunk.sinks(strip)
+            top = top if sink is None else torch.maximum(top, sink)
             p.sub_(top).exp2_()
             total = p.sum(-1, keepdim=True)
-            if call.sinks is not None:
+            if sink is not None:
                 total += (sink - top).exp2_()
             lse[where] = chunk.by_head(top + total.log2())[..., 0] / LOG2_E
             factor = 1.0

@@ -25,7 +25,7 @@ from regard.kernels.dropout import Dropout
 from regard.masks import Grid, Mask, Tile
 from regard.positions import Bias
 
-__all__ = ["Call", "Kernel", "accumulation_dtype", "traced"]
+__all__ = ["Call", "Kernel", "accumulation_dtype", "in_torch_func", "traced"]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -33,11 +33,14 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
+def in_torch_func() -> bool:
+    """Whether a transformation of torch.func (vmap, grad, ...) is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def traced(*tensors: Tensor) -> bool:
-    """Whether something other than plain eager torch looks on: a compiler, torch.func, a dispatch mode, fake tensors."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
-        return True
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
+    """Whether something other than plain eager torch looks on: a compiler, torch.func, a mode, fake tensors."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or in_torch_func():
         return True
     return any(x.is_meta or type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
 
@@ -46,7 +49,7 @@ def traced(*tensors: Tensor) -> bool:
 class Call:
     """One attention, checked and lowered: what a kernel needs and nothing else. Order of the steps:
 
-    scores = q k^T * scale;  softcap * tanh(scores / softcap);  + biases;  mask;  softmax (sinks in the denominator);  dropout
+    scores = q k^T * scale; softcap * tanh(scores / softcap); + biases; mask; softmax (sinks in denominator); dropout
 
     Positions are None where they are contiguous: keys 0..M-1, queries `q_start`, `q_start` + 1, ...
     Every tensor but q, k, v leads with a batch axis of 1 or B, so that vmap can fold its axis into the batch.
@@ -68,7 +71,8 @@ class Call:
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, N, M)"""
-        return *self.q.shape[:3], self.k.shape[2]
+        batch, heads, queries, _ = self.q.shape
+        return batch, heads, queries, self.k.shape[2]
 
     @property
     def dtype(self) -> torch.dtype:

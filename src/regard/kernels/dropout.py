@@ -3,7 +3,7 @@
 Each query row (b, h, i) and each key column j gets a well-mixed 32-bit number once, in O(N + M). A weight is dropped by
 mixing the two with two multiplications, so a block of any shape is found on demand and never stored:
 
-    x = row ^ col;  x *= A;  x ^= x >> 15;  x *= C;  keep = x >= threshold         (wrapping signed 32-bit, arithmetic shift)
+    x = row ^ col;  x *= A;  x ^= x >> 15;  x *= C;  keep = x >= threshold    (wrapping signed 32-bit, arithmetic shift)
 
 The numbers that are hashed are global ones: a sharded run takes its slice of `rows` and `cols`.
 
@@ -73,7 +73,7 @@ class Dropout:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """All 32 bits of each number depend on all of them (two rounds of multiply and fold). In place: x is a temporary."""
+    """All 32 bits of each number depend on all of them (two rounds of multiply and fold). In place."""
     for multiplier in (_C, _A):
         x = x.mul_(multiplier)
         x = x.bitwise_xor_(x >> 15)

@@ -1,5 +1,5 @@
-"""A `Call` in pieces: operators take tensors and numbers only, so it is taken apart into lists of them and a `plan` that
-says how to put it together again. Whatever names its parts in `fields` (masks, biases, dropout) goes through.
+"""A `Call` in pieces: operators take tensors and numbers only, so it is taken apart into lists of them and a `plan`
+that says how to put it together again. Whatever names its parts in `fields` (masks, biases, dropout) goes through.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def flatten(call: Call) -> Flat:
             floats.append(value)
         elif isinstance(value, (int, torch.SymInt)):
             plan.append("int")
-            ints.append(int(value) if isinstance(value, bool) else value)
+            ints.append(int(value) if isinstance(value, bool) else value)  # pyright: ignore[reportArgumentType]
         elif isinstance(value, Bias):
             plan.append(type(value).__name__)
             biases.append(value.weight)

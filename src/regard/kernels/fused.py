@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.kernels.call import Call
+from regard.kernels.call import Call, in_torch_func
 from regard.kernels.operators import first_derivatives_only
 from regard.masks import Causal, Mask, Window, conjuncts
 from regard.positions import DenseBias
@@ -40,12 +40,14 @@ def why_not(call: Call) -> str | None:
         return "a size is zero"
     if call.q.device.type == "meta":
         return "the meta device has no fused attention"
-    if torch._C._functorch.peek_interpreter_stack() is not None:  # pyright: ignore[reportAttributeAccessIssue]
+    if not torch.compiler.is_compiling() and in_torch_func():
         return "under torch.func it falls back to the N x M matrix"
     if torch.is_grad_enabled() and any(b.weight.requires_grad for b in call.biases):
         return "it gives no gradient to a bias"
     causal, rest = _split(call)
-    if rest or call.biases:
+    if (rest or call.biases) and torch.onnx.is_in_onnx_export():
+        return "in ONNX a row that may see nothing would get the mean of the values"
+    if (rest or call.biases) and not torch.compiler.is_exporting():
         count = _dense_size(call, rest or (call.mask is not None and causal))
         if count > DENSE_LIMIT:
             return f"it needs the mask and bias as a dense tensor, {count * call.q.element_size() / 2**20:.0f} MB of it"
@@ -69,7 +71,7 @@ def output(call: Call) -> Tensor:
     out = F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]
     )
-    if out.grad_fn is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and out.grad_fn is not None:
         out.grad_fn.register_hook(_guard)
     return out
 
@@ -112,6 +114,7 @@ def _split(call: Call) -> tuple[bool, tuple[Mask, ...]]:
             continue
         if (
             type(part) is Window
+            and not torch.compiler.is_exporting()
             and _contiguous(call)
             and call.q_start + n - 1 <= part.before
             and m - 1 - call.q_start <= part.after
@@ -160,7 +163,7 @@ def _dense_size(call: Call, masked: object) -> int:
 def _mostly_hidden(call: Call) -> str | None:
     """In words, where a large part of a large plane is hidden: a kernel that skips it is faster."""
     _, _, n, m = call.shape
-    if call.mask is None or n * m < SURVEY_FROM or torch.compiler.is_compiling():
+    if call.mask is None or torch.compiler.is_compiling() or n * m < SURVEY_FROM:
         return None
     some = call.mask.survey(call.grid(128, 128)).some
     visible = some.float().mean().item() if some.numel() > 1 else 1.0
@@ -180,14 +183,16 @@ def _runs_fused(call: Call) -> bool:
     """Whether torch would really choose a fused kernel; it asks itself the same question."""
     q = call.q
     if q.device.type == "cpu":
-        return (
-            q.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-            and torch.backends.cuda.flash_sdp_enabled()
+        return q.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16) and (
+            torch.compiler.is_compiling() or torch.backends.cuda.flash_sdp_enabled()
         )
     if torch.compiler.is_compiling():
         return q.device.type == "cuda" and q.dtype is not torch.float64
     mask, causal = _operands(call)
     k, v = call.k, call.v
     return (
-        torch._fused_sdp_choice(q, k, v, mask, 0.0, causal, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]) != 0
+        torch.ops.aten._fused_sdp_choice(
+            q, k, v, mask, 0.0, causal, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        != 0
     )

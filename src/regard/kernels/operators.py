@@ -15,7 +15,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch._decomp import register_decomposition
 
+from regard.kernels import reference
 from regard.kernels.call import Call, accumulation_dtype, traced
 from regard.kernels.flat import Flat, flatten, unflatten
 
@@ -66,7 +68,10 @@ class Layout(NamedTuple):
 
 
 _LIBRARY = torch.library.Library("regard", "DEF")
-_PIECES = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] biases, Tensor[] rest, SymInt[] ints, float[] floats, str plan"
+_PIECES = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] biases, Tensor[] rest, "
+    "SymInt[] ints, float[] floats, str plan, int height, int width"
+)
 
 
 def new_output(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,10 +83,9 @@ def new_output(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def register(name: str, loops: Loops) -> Callable[..., tuple[Tensor, Tensor]]:
     """Register `regard::<name>` and `regard::<name>_backward`; returns `run(call, height=0, width=0) -> (out, lse)`."""
-    sides = "int height, int width"
-    _LIBRARY.define(f"{name}({_PIECES}, {sides}) -> (Tensor, Tensor)")
+    _LIBRARY.define(f"{name}({_PIECES}) -> (Tensor, Tensor)")
     _LIBRARY.define(
-        f"{name}_backward(Tensor out, Tensor lse, Tensor d_out, Tensor d_lse, bool[] wanted, {_PIECES}, {sides}) -> Tensor[]"
+        f"{name}_backward(Tensor out, Tensor lse, Tensor d_out, Tensor d_lse, bool[] wanted, {_PIECES}) -> Tensor[]"
     )
     forward_op = getattr(torch.ops.regard, name).default
     backward_op = getattr(torch.ops.regard, f"{name}_backward").default
@@ -111,8 +115,14 @@ def register(name: str, loops: Loops) -> Callable[..., tuple[Tensor, Tensor]]:
     torch.library.register_fake(f"regard::{name}", fake_forward, lib=_LIBRARY)
     torch.library.register_fake(f"regard::{name}_backward", fake_backward, lib=_LIBRARY)
 
-    # Autograd: the forward pass keeps its inputs, its output and the lse; no weight is kept. Compilers want the rule on the
-    # operator; torch.func wants an autograd function, which sees only the tensors that stand alone among its arguments.
+    # Exporters that know no such operator (ONNX) write the formula in its place; the strides are the operator's.
+    @register_decomposition(forward_op)
+    def spelled_out(*args: Any) -> tuple[Tensor, Tensor]:
+        out, lse = reference.forward(unflatten(Flat(*args[:-2])))
+        return out.transpose(1, 2).contiguous().transpose(1, 2), lse
+
+    # Autograd: the forward pass keeps its inputs, its output and the lse; no weight is kept. Compilers want the rule on
+    # the operator; torch.func wants an autograd function, which sees only tensors that stand alone among its arguments.
     def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         q, k, v, sinks, biases, rest, *numbers = inputs
         ctx.layout = Layout(sinks is not None, len(biases), tuple(numbers))
@@ -138,8 +148,9 @@ def register(name: str, loops: Loops) -> Callable[..., tuple[Tensor, Tensor]]:
             return out, lse
 
         @staticmethod
-        def backward(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Any, ...]:
+        def backward(ctx: Any, *d_output: Tensor) -> tuple[Any, ...]:
             out, lse, *learned = ctx.saved_tensors
+            d_out, d_lse = d_output
             wanted = list(ctx.needs_input_grad[3:])
             with _no_autocast(out), torch.no_grad():
                 made = loops.backward(ctx.call.with_learned(learned), out, lse, d_out, d_lse, wanted, *ctx.sides)
@@ -263,10 +274,10 @@ def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def _differentiable(pieces: Any, tensors: Any) -> list[Any]:
-    """What belongs to the tensors that may have a gradient (they themselves, or vmap's axes), in the order of `wanted`."""
+    """What belongs to the tensors that may have a gradient (themselves, or vmap's axes), in the order of `wanted`."""
+    q, k, v, sinks, biases = pieces[:5]
     layout = Layout(tensors[3] is not None, len(tensors[4]), ())
-    biases = [None] * layout.biases if pieces[4] is None else pieces[4]
-    return layout.row(*pieces[:4], biases)
+    return layout.row(q, k, v, sinks, [None] * layout.biases if biases is None else biases)
 
 
 def _inner_batch(q: Tensor, dim: int | None) -> int:
@@ -286,9 +297,9 @@ def _fold_all(pieces: tuple[Any, ...], dims: tuple[Any, ...], size: int, batch: 
     q, k, v, sinks, biases, rest, *numbers = pieces
 
     def fold_list(tensors: list[Tensor], axes: list[int | None] | None, force: bool) -> list[Tensor]:
-        axes = [None] * len(tensors) if axes is None else axes
-        return [_fold(x, dim, size, batch, force=force) for x, dim in zip(tensors, axes, strict=True)]
+        each = axes or [None] * len(tensors)
+        return [_fold(x, dim, size, batch, force=force) for x, dim in zip(tensors, each, strict=True)]
 
     folded = [_fold(x, dim, size, batch, force=True) for x, dim in zip((q, k, v), dims[:3], strict=True)]
-    folded.append(None if sinks is None else _fold(sinks, dims[3], size, batch, force=learned))
-    return [*folded, fold_list(biases, dims[4], learned), fold_list(rest, dims[5], False), *numbers]
+    sinks = None if sinks is None else _fold(sinks, dims[3], size, batch, force=learned)
+    return [*folded, sinks, fold_list(biases, dims[4], learned), fold_list(rest, dims[5], False), *numbers]

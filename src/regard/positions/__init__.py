@@ -1,4 +1,4 @@
-"""Where a token is: `Rotary` turns queries and keys by their positions, `Alibi` and `RelativeBias` add to the scores."""
+"""Where a token is: `Rotary` turns queries and keys by it, `Alibi` and `RelativeBias` add to the scores."""
 
 from regard.positions.bias import Alibi, Bias, DenseBias, RelativeBias, Saturated, as_biases
 from regard.positions.rotary import DynamicNTK, Linear, Llama3, LongRoPE, Rotary, YaRN, rotate

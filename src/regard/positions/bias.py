@@ -87,7 +87,7 @@ class Slopes(Bias):
         return (q_positions[:, None, :, None] - k_positions[:, None, None, :]).abs().to(dtype)
 
     def block(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        return self._distance(q_positions, k_positions) * -self.weight[:, :, None, None]
+        return self._distance(q_positions, k_positions) * -self.weight[:, :, None, None].to(q_positions.device)
 
     def block_gradient(self, gradient: Tensor, q_positions: Tensor, k_positions: Tensor, into: Tensor) -> None:
         heads = (gradient * self._distance(q_positions, k_positions).to(gradient.dtype)).sum((2, 3))  # (B, H)
@@ -169,7 +169,7 @@ class Alibi(nn.Module):
             raise bad_value("Alibi num_heads", expected="at least 1", received=num_heads)
         self._exact = _slopes(num_heads) if slopes is None else None
         if slopes is None:
-            slopes = torch.tensor(self._exact)
+            slopes = torch.tensor(self._exact, device="cpu")  # not meta: no state dict would bring them
         if slopes.shape != (num_heads,):
             raise bad_value("Alibi slopes", expected=f"shape ({num_heads},)", received=shape_of(slopes))
         self.register_buffer("slopes", slopes, persistent=False)

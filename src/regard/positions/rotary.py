@@ -79,7 +79,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x (B, H, N, R), all of it turned: each pair (a, b) becomes (a cos - b sin, b cos + a sin)."""
-    if x.numel() >= _LARGE and not (cos.requires_grad or sin.requires_grad) and _is_eager():
+    if _is_eager() and x.numel() >= _LARGE and not (cos.requires_grad or sin.requires_grad):
         return _InPlace.apply(x, cos, sin, interleaved)
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
     a, b = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
@@ -360,6 +360,9 @@ class LongRoPE(Scaling):
         def stretched(factors: tuple[float, ...]) -> Tensor:
             return 1 / (torch.tensor(factors, device=periods.device, dtype=periods.dtype) * periods)
 
+        if length is not None and not isinstance(length, Tensor) and torch.compiler.is_exporting():
+            # What is exported serves every length. (Of a symbolic one, scalar_tensor makes a tensor; others take its value.)
+            length = torch.scalar_tensor(length, device=periods.device, dtype=torch.int64)
         if isinstance(length, Tensor):
             return torch.where(length > self.trained_length, stretched(self.long), stretched(self.short))
         return stretched(self.short if length is None or length <= self.trained_length else self.long)
@@ -611,8 +614,7 @@ class Rotary(nn.Module):
         end = start + x.shape[-2]
         length = end if length is None else length
         # `type`: for tensors of another kind, such as fake ones, nothing is kept.
-        within = start >= 0 and end <= _LONGEST_TABLE
-        if within and isinstance(length, int) and type(x) is Tensor and _is_eager():
+        if _is_eager() and type(x) is Tensor and isinstance(length, int) and start >= 0 and end <= _LONGEST_TABLE:
             regime = self.scaling.regime(length)
             if regime != length:  # else the table would serve this one length
                 cos, sin = self._table(end, regime, length, x.device, dtype)

@@ -34,7 +34,8 @@ def seen(mask: object, n: int, m: int, **options: object) -> list[list[int]]:
 def test_layout_is_batch_first() -> None:
     layer = regard.MultiHeadAttention(6, 2).double()
     x = normal(3, 5, 6)
-    close(layer(x)[1], layer(x[1:2])[0])  # (batch, sequence, width): item 1 alone is the same
+    for item in range(3):  # (batch, sequence, width): an item alone is the same
+        close(layer(x)[item], layer(x[item : item + 1])[0])
     q, k, v = normal(2, 3, 5, 7), normal(2, 3, 11, 7), normal(2, 3, 11, 7)
     close(attend(q, k, v)[1, 2], attend(q[1:, 2:], k[1:, 2:], v[1:, 2:])[0, 0])  # (batch, heads, sequence, head width)
 
@@ -135,6 +136,19 @@ def test_a_row_that_may_see_nothing_is_zero_and_never_nan(kernel: str) -> None:
     others = [0, 1, 3, 4]
     close(out[:, :, others], attend(q[:, :, others], k, v))
     assert (attention_weights(q, k, mask=mask)[:, :, 2] == 0).all()
+
+
+@pytest.mark.parametrize("kernel", ["auto", *available()])
+def test_a_row_hidden_by_a_bias_of_minus_infinity_is_zero_and_never_nan(kernel: str) -> None:
+    q, k, v = (normal(2, 3, 5, 4, seed=i).requires_grad_() for i in range(3))
+    bias = torch.zeros(5, 5, dtype=torch.float64)
+    bias[2] = -math.inf
+    out = attend(q, k, v, bias=bias, kernel=kernel)
+    assert (out[:, :, 2] == 0).all()
+    grads = torch.autograd.grad(out.square().sum(), (q, k, v))
+    hidden = torch.autograd.grad(attend(q, k, v, mask=bias == 0, kernel="reference").square().sum(), (q, k, v))
+    for ours, right in zip(grads, hidden, strict=True):
+        close(ours, right)
 
 
 @pytest.mark.parametrize("kernel", available())

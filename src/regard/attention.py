@@ -6,6 +6,7 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -18,7 +19,8 @@ from regard.errors import bad_type, bad_value, shape_of
 from regard.kernels import Call, reference
 from regard.kernels.dropout import Dropout, new_seed
 from regard.masks import Mask, as_mask
-from regard.positions import Alibi, Bias, RelativeBias, as_biases
+from regard.positions import Alibi, Bias, DenseBias, RelativeBias, as_biases
+from regard.positions.bias import Buckets
 
 __all__ = ["BiasLike", "attend", "attention_weights", "explain"]
 
@@ -128,8 +130,7 @@ def attention_weights(
 
     `stage` gives an earlier step: "scaled", "capped" (after the softcap), "biased" (with bias, and -inf where masked).
 
-    >>> q = torch.tensor([[[[1.0]]]])
-    ... k = torch.tensor([[[[0.0], [1.0]]]])
+    >>> q, k = torch.tensor([[[[1.0]]]]), torch.tensor([[[[0.0], [1.0]]]])
     >>> attention_weights(q, k)[0, 0, 0]  # [1, e] / (1 + e)
     tensor([0.2689, 0.7311])
     """
@@ -156,7 +157,7 @@ def attention_weights(
 def explain(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: Any) -> str:
     """Which kernel `attend` would use for these arguments, and why not the others.
 
-    >>> q = torch.randn(1, 2, 3, 5)
+    >>> q = torch.randn(1, 2, 300, 5)
     >>> print(explain(q, q, q, dropout=0.1))
     fused: no, it draws dropout by a generator of its own, and falls back to the N x M matrix for it
     blockwise: chosen
@@ -181,6 +182,9 @@ def prepare(
     generator: torch.Generator | None = None,
 ) -> Call:
     """Check what the caller gave and lower it to a `Call`."""
+    for what, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise bad_type(what, expected="a tensor", received=type(x).__name__, remedy="torch.as_tensor(...)")
     device = q.device
     if device.type != "meta" and torch.is_autocast_enabled(device.type) and q.dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(device.type)
@@ -194,6 +198,12 @@ def prepare(
     biases = as_biases(bias) if bias is not None else ()
     for one in biases:
         one.check(batch, heads, n, m)
+    for what, tensors in (
+        ("mask", mask.tensors() if mask is not None else ()),
+        ("bias", [b.weight for b in biases if type(b) in (DenseBias, Buckets)]),
+    ):
+        for tensor in tensors:
+            _check_device(what, tensor, device)
     q_start = m - n
     if key_positions is not None:
         key_positions = _positions("key_positions", key_positions, batch, m)
@@ -205,19 +215,31 @@ def prepare(
                     received=f"key_positions alone, with {n} queries and {m} keys",
                 )
             positions = key_positions[:, m - n :]
-    if isinstance(positions, Tensor):
-        positions = _positions("positions", positions, batch, n)
-    elif positions is not None:
+    if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
         q_start, positions = positions, None
+    elif positions is not None:
+        positions = _positions("positions", positions, batch, n)
+    for what, tensor in (("positions", positions), ("key_positions", key_positions)):
+        if tensor is not None:
+            _check_device(what, tensor, device)
+    _check_number("scale", scale)
+    _check_number("softcap", softcap)
+    _check_number("dropout", dropout)
     factor = (q.shape[3] ** -0.5 if q.shape[3] else 1.0) if scale is None else float(scale)
-    if softcap is not None and not softcap > 0:
+    if softcap is not None and not 0 < softcap < math.inf:
         raise bad_value("softcap", expected="a positive number, or None for no cap", received=softcap)
     if sinks is not None:
+        if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+            received = f"dtype {sinks.dtype}" if isinstance(sinks, Tensor) else type(sinks).__name__
+            raise bad_type("sinks", expected="a floating-point tensor (H,)", received=received)
+        _check_device("sinks", sinks, device)
         if sinks.shape != (heads,):
             raise bad_value("sinks", expected=f"shape (H,) = ({heads},)", received=f"shape {shape_of(sinks)}")
         sinks = sinks[None]
     dropped = None
     if dropout:
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise bad_type("generator", expected="a torch.Generator", received=type(generator).__name__)
         if not 0.0 <= dropout <= 1.0:
             raise bad_value("dropout", expected="a probability from 0 to 1", received=dropout)
         dropped = Dropout.of(float(dropout), new_seed(generator, device), batch, heads, n, m)
@@ -278,10 +300,26 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise bad_value("kv heads", expected=f"a divisor of the {heads} query heads", received=groups)
 
 
-def _positions(what: str, positions: Tensor, batch: int, length: int) -> Tensor:
-    """(1|B, length) integers."""
-    if positions.is_floating_point() or positions.dtype is torch.bool:
+def _check_device(what: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        raise bad_value(
+            what, expected=f"device {device}, as q's", received=tensor.device, remedy="move it with .to(q.device)"
+        )
+
+
+def _check_number(what: str, value: object) -> None:
+    known = (int, float, torch.SymInt, torch.SymFloat, Tensor, type(None))
+    if isinstance(value, bool) or not isinstance(value, known):
+        raise bad_type(what, expected="a number", received=f"{type(value).__name__} {value!r}")
+
+
+def _positions(what: str, positions: object, batch: int, length: int) -> Tensor:
+    """(1|B, length) integers, int64: differences of narrow or unsigned ones would wrap around."""
+    if not isinstance(positions, Tensor):
+        raise bad_type(what, expected="an integer tensor", received=type(positions).__name__)
+    if positions.is_floating_point() or positions.is_complex() or positions.dtype is torch.bool:
         raise bad_type(what, expected="an integer tensor", received=f"dtype {positions.dtype}")
+    positions = positions.to(torch.int64)
     if positions.dim() == 1:
         positions = positions[None]
     if positions.dim() != 2 or positions.shape[0] not in (1, batch) or positions.shape[1] != length:

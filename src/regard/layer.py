@@ -87,7 +87,17 @@ class MultiHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_sizes(embed_dim, num_heads, num_kv_heads, head_dim, value_head_dim, dropout)
+        _check_sizes(
+            dropout,
+            embed_dim=embed_dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_head_dim=value_head_dim,
+            query_dim=query_dim,
+            key_dim=key_dim,
+            value_dim=value_dim,
+        )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.value_head_dim = self.head_dim if value_head_dim is None else value_head_dim
@@ -125,14 +135,19 @@ class MultiHeadAttention(nn.Module):
     def from_config(cls, name: str, **changes: Any) -> MultiHeadAttention:
         """The attention layer of a well-known model, untrained; `changes` go to the constructor.
 
-        >>> MultiHeadAttention.from_config("llama3-8b", kernel="auto").num_kv_heads  # doctest: +SKIP
-        8
+        >>> MultiHeadAttention.from_config("smollm2-135m", dropout=0.1)
+        MultiHeadAttention(
+          576, num_heads=9, num_kv_heads=3, head_dim=64, dropout=0.1
+          (q_proj): Linear(in_features=576, out_features=576, bias=False)
+          (k_proj): Linear(in_features=576, out_features=192, bias=False)
+          (v_proj): Linear(in_features=576, out_features=192, bias=False)
+          (out_proj): Linear(in_features=576, out_features=576, bias=False)
+          (position_encoding): Rotary(64, base=100000)
+        )
         """
-        config = configuration(name)
-        options: dict[str, Any] = {
-            field: getattr(config, field)
-            for field in ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "bias", "out_bias", "scale", "qk_norm")
-        }
+        fields = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "bias", "out_bias", "scale", "qk_norm")
+        config = replace(configuration(name), **{field: changes[field] for field in fields if field in changes})
+        options: dict[str, Any] = {field: getattr(config, field) for field in fields}
         return cls(**{**options, "position_encoding": config.position_encoding(), **changes})
 
     def reset_parameters(self) -> None:
@@ -204,6 +219,11 @@ class MultiHeadAttention(nn.Module):
         Returns:
             (B, N, W); with `need_weights` the same and the weights.
         """
+        for what, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor) and (x is not None or what == "query"):
+                raise bad_type(what, expected="a tensor", received=type(x).__name__, remedy="torch.as_tensor(...)")
+        if cache is not None and not isinstance(cache, (KVCache, RollingCache)):
+            raise bad_type("cache", expected="a KVCache or a RollingCache", received=type(cache).__name__)
         if query.dim() == 2:
             value = None if value is None or value is key else value[None]
             key = None if key is None or key is query else key[None]
@@ -309,20 +329,23 @@ class MultiHeadAttention(nn.Module):
         weight = self.q_proj.weight
         if not isinstance(weight, Tensor):  # a quantised projection's is a method
             return
-        if query.dtype != weight.dtype and not torch.is_autocast_enabled(query.device.type):
-            raise bad_type(
-                "query",
-                expected=f"{weight.dtype}, as the layer's weights",
-                received=query.dtype,
-                remedy="layer.to(dtype), query.to(dtype) or torch.autocast",
-            )
-        if query.device != weight.device:
-            raise bad_value(
-                "query",
-                expected=f"device {weight.device}, as the layer's weights",
-                received=query.device,
-                remedy="layer.to(device) or query.to(device)",
-            )
+        device = weight.device
+        cast = device.type != "meta" and torch.is_autocast_enabled(device.type)
+        for what, x in (("query", query), ("key", key), ("value", value)):
+            if x.device != device:
+                raise bad_value(
+                    what,
+                    expected=f"device {device}, as the layer's weights",
+                    received=x.device,
+                    remedy=f"layer.to(device) or {what}.to(device)",
+                )
+            if x.dtype != weight.dtype and not cast:
+                raise bad_type(
+                    what,
+                    expected=f"{weight.dtype}, as the layer's weights",
+                    received=x.dtype,
+                    remedy=f"layer.to(dtype), {what}.to(dtype) or torch.autocast",
+                )
 
     def describe(self, tokens: int = 128, *, batch: int = 1) -> str:
         """The walk through the layer for a text of `tokens`: shapes at each step, parameters, multiply-adds, cache.
@@ -464,19 +487,12 @@ def _norm(kind: str | None, width: int) -> nn.Module | None:
     return nn.RMSNorm(width, eps=1e-6) if kind == "rms" else nn.LayerNorm(width)
 
 
-def _check_sizes(
-    embed_dim: int, num_heads: int, num_kv_heads: int, head_dim: int | None, value_head_dim: int | None, dropout: float
-) -> None:
-    for name, size in (
-        ("embed_dim", embed_dim),
-        ("num_heads", num_heads),
-        ("num_kv_heads", num_kv_heads),
-        ("head_dim", head_dim),
-        ("value_head_dim", value_head_dim),
-    ):
-        if size is not None and (not isinstance(size, int) or size < 1):
+def _check_sizes(dropout: float, **sizes: int | None) -> None:
+    for name, size in sizes.items():
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise bad_value(name, expected="an integer of at least 1", received=repr(size))
-    if head_dim is None and embed_dim % num_heads:
+    embed_dim, num_heads, num_kv_heads = (sizes[name] or 1 for name in ("embed_dim", "num_heads", "num_kv_heads"))
+    if sizes["head_dim"] is None and embed_dim % num_heads:
         raise bad_value(
             "num_heads",
             expected=f"a divisor of embed_dim = {embed_dim}",
@@ -485,5 +501,7 @@ def _check_sizes(
         )
     if num_heads % num_kv_heads:
         raise bad_value("num_kv_heads", expected=f"a divisor of num_heads = {num_heads}", received=num_kv_heads)
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
+        raise bad_type("dropout", expected="a number", received=f"{type(dropout).__name__} {dropout!r}")
     if not 0.0 <= dropout <= 1.0:
         raise bad_value("dropout", expected="a probability from 0 to 1", received=dropout)

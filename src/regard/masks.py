@@ -154,14 +154,17 @@ class Mask:
         rows = picture[min(batch, picture.shape[0] - 1), min(head, picture.shape[1] - 1)].tolist()
         return "\n".join("".join("█" if seen else "·" for seen in row) for row in rows)
 
-    def _device(self) -> torch.device | None:
+    def tensors(self) -> Iterator[Tensor]:
+        """Those that it is made of."""
         for name in self.fields:
             value = getattr(self, name)
             if isinstance(value, Tensor):
-                return value.device
-            if isinstance(value, Mask) and value._device() is not None:
-                return value._device()
-        return None
+                yield value
+            elif isinstance(value, Mask):
+                yield from value.tensors()
+
+    def _device(self) -> torch.device | None:
+        return next((tensor.device for tensor in self.tensors()), None)
 
     def __and__(self, other: Mask) -> Mask:
         return And(self, as_mask(other))

@@ -87,12 +87,12 @@ class _Chunk:
 
     def by_group(self, x: Tensor) -> Tensor:
         """(c, g * R, n, X) -> (c * g, R * n, X)"""
-        return x.reshape(self.count, -1, x.shape[-1])
+        return x.reshape(self.count, x.shape[:3].numel() // self.count, x.shape[-1])
 
     def by_head(self, x: Tensor) -> Tensor:
         """(c * g, R * n, X) -> (c, g * R, n, X)"""
-        heads = self.heads.stop - self.heads.start
-        return x.view(self.batch.stop - self.batch.start, heads, -1, x.shape[-1])
+        items, heads = self.batch.stop - self.batch.start, self.heads.stop - self.heads.start
+        return x.view(items, heads, x.shape[:2].numel() // (items * heads), x.shape[-1])
 
     def queries(self, strip: _Strip) -> Tensor:
         """The strip's queries, scaled: (c * g, R * n, D)."""
@@ -118,6 +118,8 @@ class _Chunk:
             visible = visible[:, self.heads] if visible.shape[1] > 1 else visible
             if self.careful:
                 view[..., part].masked_fill_(~visible, float("-inf"))
+                if capped is not None:
+                    self.by_head(capped)[..., part].masked_fill_(~visible, 0.0)
             else:  # log(1) = 0, log(0) = -inf: adding is many times faster than masked_fill on a CPU
                 view[..., part].add_(visible.to(s.dtype).log2_())
         return s, capped
@@ -196,9 +198,8 @@ def _backward(
     biases = call.biases
     _, want_k, want_v, *others = wanted
     want_sinks = others.pop(0) if call.sinks is not None else False
-    dq, dk, dv = (
-        torch.empty_like(x) if want else None for x, want in zip((call.q, call.k, call.v), wanted, strict=False)
-    )
+    new = torch.empty_like if call.q.shape[0] * call.q.shape[1] * call.q.shape[2] else torch.zeros_like  # no chunk
+    dq, dk, dv = (new(x) if want else None for x, want in zip((call.q, call.k, call.v), wanted, strict=False))
     d_sinks = torch.zeros_like(call.sinks, dtype=call.dtype) if want_sinks and call.sinks is not None else None
     d_biases = [
         torch.zeros_like(b.weight, dtype=call.dtype) if want else None for b, want in zip(biases, others, strict=True)

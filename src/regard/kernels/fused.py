@@ -5,11 +5,13 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.kernels.call import Call, in_torch_func
+from regard.kernels.call import Call, accumulation_dtype, in_torch_func
 from regard.kernels.operators import first_derivatives_only
 from regard.masks import Causal, Mask, Window, conjuncts
 from regard.positions import DenseBias
@@ -56,6 +58,8 @@ def why_not(call: Call) -> str | None:
             return hidden
     if (causal or rest) and _may_leak(call):
         return "keys or values hold NaN or inf, which it would let through where they are hidden"
+    if _swallows(call):
+        return "queries or keys hold NaN or inf, and it would make 0 of a row of them"
     if not _runs_fused(call):
         return f"torch has no fused attention for {call.q.dtype} on {call.q.device.type} with these shapes"
     return None
@@ -175,8 +179,19 @@ def _may_leak(call: Call) -> bool:
     other devices the answer would have to be waited for."""
     if call.q.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    k, v = call.k.detach(), call.v.detach()
-    return not bool((k.sum(dtype=call.dtype) + v.sum(dtype=call.dtype)).isfinite())
+    return not _sums_are_finite(call.k, call.v)
+
+
+def _swallows(call: Call) -> bool:
+    """torch takes a row whose scores are all NaN for one that may see nothing. All of them are where the query is, or
+    where every key is, the first among them (and where a mask hides some, `_may_leak` looks at all)."""
+    if call.q.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return not _sums_are_finite(call.q, call.k.select(2, 0))
+
+
+def _sums_are_finite(*tensors: Tensor) -> bool:
+    return all(math.isfinite(x.detach().sum(dtype=accumulation_dtype(x.dtype)).item()) for x in tensors)
 
 
 def _runs_fused(call: Call) -> bool:

@@ -28,7 +28,7 @@ def worth(call: Call) -> bool:
 def scores(call: Call, stage: str = "biased") -> Tensor:
     """The scores after one of the steps "scaled", "capped", "biased" (with the mask's -inf): (B, H, N, M)."""
     q, k = call.q.to(call.dtype), call.k.to(call.dtype)
-    s = _by_group(q, k.mT) * call.scale
+    s = (_by_group(q, k.mT) if call.mask is None else _meet(q, k)) * call.scale
     if stage == "scaled":
         return s
     if call.softcap is not None:
@@ -84,6 +84,14 @@ def _weigh(p: Tensor, v: Tensor) -> Tensor:
     out = _by_group(p, v.masked_fill(broken, 0.0))
     reached = _by_group((p != 0).to(p.dtype), broken.to(p.dtype)) > 0
     return out.masked_fill(reached, float("nan"))
+
+
+def _meet(q: Tensor, k: Tensor) -> Tensor:
+    """q k^T, where a key that holds NaN or inf passes none of it to the gradient of queries that may not see it."""
+    broken = ~k.isfinite()
+    s = _by_group(q, k.masked_fill(broken, 0.0).mT)
+    columns = broken.any(-1)[:, :, None].repeat_interleave(q.shape[1] // k.shape[1], 1)  # (B, H, 1, M)
+    return torch.where(columns, _by_group(q.detach(), k.detach().mT), s)
 
 
 def _by_group(a: Tensor, b: Tensor) -> Tensor:

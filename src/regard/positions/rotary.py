@@ -361,7 +361,7 @@ class LongRoPE(Scaling):
             return 1 / (torch.tensor(factors, device=periods.device, dtype=periods.dtype) * periods)
 
         if length is not None and not isinstance(length, Tensor) and torch.compiler.is_exporting():
-            # What is exported serves every length. (Of a symbolic one, scalar_tensor makes a tensor; others take its value.)
+            # What is exported serves every length: scalar_tensor alone makes a tensor of a symbolic one.
             length = torch.scalar_tensor(length, device=periods.device, dtype=torch.int64)
         if isinstance(length, Tensor):
             return torch.where(length > self.trained_length, stretched(self.long), stretched(self.short))

@@ -11,7 +11,14 @@ ALL = slice(None)
 
 
 def kept(p: float, seed: int, b: int, h: int, n: int, m: int) -> torch.Tensor:
+    """1 where a weight stays, 0 where it is dropped."""
     return Dropout.of(p, torch.tensor([seed]), b, h, n, m).block(ALL, ALL, ALL, slice(0, m), torch.float64)
+
+
+def test_a_float_of_each_width_is_the_same() -> None:
+    whole = Dropout.of(0.3, torch.tensor([3]), 2, 5, 13, 17)
+    wide, narrow = (whole.block(ALL, ALL, ALL, slice(0, 17), dtype) for dtype in (torch.float64, torch.float32))
+    assert torch.equal(wide.float(), narrow)
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])

@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from regard.kernels import operators
-from regard.kernels.call import Call, traced
+from regard.kernels.call import Call
+from regard.kernels.tracing import traced
 from regard.positions import Bias, DenseBias
 
 __all__ = ["forward", "name", "output", "why_not"]
@@ -32,10 +33,10 @@ __all__ = ["forward", "name", "output", "why_not"]
 name = "blockwise"
 
 LOG2_E = math.log2(math.e)
-STRIP = 2**19  # scores computed at a time: about what the caches of a few cores hold
+STRIP = 2**20  # scores computed at a time: more does not stay in the caches, fewer make too many steps
 TILE = 128  # keys per tile of the survey that finds what is hidden
 SMALL = 2**16  # up to so many scores the formula in full is quicker, and its memory does not matter
-FEWEST_ROWS = 64  # below this a matrix product no longer runs at speed
+FEWEST_ROWS = 256  # below this a matrix product no longer runs at speed
 
 
 def why_not(call: Call) -> str | None:
@@ -166,6 +167,7 @@ class _Chunk:
 def _forward(call: Call, height: int, width: int) -> tuple[Tensor, Tensor]:
     out, lse = operators.new_output(call.q, call.v)
     lowest = torch.finfo(call.dtype).min
+    kept = 1.0 if call.dropout is None else call.dropout.kept
     for chunk in _chunks(call, height, width):
         for strip in chunk.strips:
             where = (chunk.batch, chunk.heads, strip.rows)
@@ -183,12 +185,10 @@ def _forward(call: Call, height: int, width: int) -> tuple[Tensor, Tensor]:
             if sink is not None:
                 total += (sink - top).exp2_()
             lse[where] = chunk.by_head(top + total.log2())[..., 0] / LOG2_E
-            factor = 1.0
             if call.dropout is not None:
                 p.mul_(chunk.kept(strip))
-                factor = call.dropout.kept
             total.masked_fill_(total == 0, 1.0)  # an empty row: 0 / 1, not 0 / 0
-            out[where] = chunk.by_head(chunk.weigh(p, strip).mul_(factor / total))
+            out[where] = chunk.by_head(chunk.weigh(p, strip).mul_(kept / total))
     return out, lse
 
 
@@ -204,7 +204,6 @@ def _backward(
     d_biases = [
         torch.zeros_like(b.weight, dtype=call.dtype) if want else None for b, want in zip(biases, others, strict=True)
     ]
-    kept = 1.0 if call.dropout is None else call.dropout.kept
     for chunk in _chunks(call, height, width):
         dk_sum = torch.zeros_like(chunk.keys) if want_k else None
         dv_sum = torch.zeros_like(chunk.values) if want_v else None
@@ -213,6 +212,7 @@ def _backward(
             g = d_out[where].to(call.dtype)
             # rowsum(p * dp) without p: it is rowsum(out * dout), dropout or not
             delta = (out[where].to(call.dtype) * g).sum(-1, keepdim=True) - d_lse[where][..., None]
+            g = g if call.dropout is None else g * call.dropout.kept
             rows_lse = lse[where][..., None]
             if d_sinks is not None and call.sinks is not None:
                 sinks = _rows_of(call.sinks, chunk.batch)[:, chunk.heads, None, None].to(call.dtype)
@@ -233,13 +233,13 @@ def _backward(
                 values, keys = (x.masked_fill(~x.isfinite(), 0.0) for x in (values, keys))
             ds = torch.bmm(g, values.mT)
             if call.dropout is not None:
-                dropped = chunk.kept(strip)
-                ds.mul_(dropped).mul_(kept)
-                if dv_sum is not None:
-                    _add_product(dv_sum, strip.runs, dropped.mul_(p), g, kept)
-            elif dv_sum is not None:
-                _add_product(dv_sum, strip.runs, p, g, 1.0)
-            ds.sub_(delta).mul_(p)
+                dropped = chunk.kept(strip).mul_(p)
+                ds.mul_(dropped).addcmul_(p, delta, value=-1)
+            else:
+                dropped = p
+                ds.sub_(delta).mul_(p)
+            if dv_sum is not None:
+                _add_product(dv_sum, strip.runs, dropped, g, 1.0)
             for bias, into in zip(biases, d_biases, strict=True):
                 if into is not None:
                     _add_bias_gradient(chunk, strip, bias, chunk.by_head(ds), into)
@@ -270,7 +270,7 @@ def _chunks(call: Call, height: int, width: int) -> Iterator[_Chunk]:
     g = min(groups, max(1, STRIP // (one * min(rows, queries))))
     if not height and g == 1:  # few heads at a time and still too much: fewer rows
         rows = min(rows, max(1, STRIP // one)) if one * rows > 8 * STRIP else rows
-    c = min(batch, max(1, STRIP // (one * g * min(rows, queries)))) if g == groups and rows >= queries else 1
+    c = min(batch, max(1, STRIP // 2 // (one * g * min(rows, queries)))) if g == groups and rows >= queries else 1
     survey = _survey(call, rows, width or min(TILE, max(keys, 1)))
     careful = call.mask is not None and not _finite(call.k, call.v)
     for b in range(0, batch, c):

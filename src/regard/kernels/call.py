@@ -25,24 +25,12 @@ from regard.kernels.dropout import Dropout
 from regard.masks import Grid, Mask, Tile
 from regard.positions import Bias
 
-__all__ = ["Call", "Kernel", "accumulation_dtype", "in_torch_func", "traced"]
+__all__ = ["Call", "Kernel", "accumulation_dtype"]
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What softmax and sums are computed in: float32, or float64 for float64."""
     return torch.float64 if dtype is torch.float64 else torch.float32
-
-
-def in_torch_func() -> bool:
-    """Whether a transformation of torch.func (vmap, grad, ...) is at work."""
-    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def traced(*tensors: Tensor) -> bool:
-    """Whether something other than plain eager torch looks on: a compiler, torch.func, a mode, fake tensors."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or in_torch_func():
-        return True
-    return any(x.is_meta or type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from regard.kernels.tracing import traced
+
 __all__ = ["Dropout", "new_seed"]
 
 _A, _C = 0x2C1B3C6D, 0x297A2D39  # odd multipliers with good avalanche
@@ -65,10 +67,13 @@ class Dropout:
         row, col = (x if x.shape[0] == 1 else x[batch] for x in (self.rows, self.cols))
         x = torch.bitwise_xor(row[:, heads, rows, None], col[:, None, None, cols])
         x.mul_(_A)
-        x.bitwise_xor_(x >> 15)
-        x.mul_(_C)
-        # x >= threshold as a number, by clamping: on a CPU a boolean in between takes several times as long.
+        folded = x >> 15
+        x.bitwise_xor_(folded).mul_(_C)
         threshold = min(max(round(self.p * 2**32), 1), 2**32 - 1) - 2**31
+        # x >= threshold as a number. On a CPU a boolean in between takes several times as long, so compare straight
+        # into floats, in memory that is at hand; where that cannot be traced, clamp.
+        if dtype is torch.float32 and not traced(x):
+            return torch.ge(x, threshold, out=folded.view(torch.float32))
         return x.clamp_(threshold - 1, threshold).sub_(threshold - 1).to(dtype)
 
 

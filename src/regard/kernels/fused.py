@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.kernels.call import Call, accumulation_dtype, in_torch_func
+from regard.kernels.call import Call, accumulation_dtype
 from regard.kernels.operators import first_derivatives_only
+from regard.kernels.tracing import in_torch_func
 from regard.masks import Causal, Mask, Window, conjuncts
 from regard.positions import DenseBias
 
@@ -59,7 +60,7 @@ def why_not(call: Call) -> str | None:
     if (causal or rest) and _may_leak(call):
         return "keys or values hold NaN or inf, which it would let through where they are hidden"
     if _swallows(call):
-        return "queries or keys hold NaN or inf, and it would make 0 of a row of them"
+        return "queries hold NaN or inf, and it would make 0 of such a row"
     if not _runs_fused(call):
         return f"torch has no fused attention for {call.q.dtype} on {call.q.device.type} with these shapes"
     return None
@@ -110,6 +111,8 @@ def _split(call: Call) -> tuple[bool, tuple[Mask, ...]]:
     """Whether torch's `is_causal` says a part of the mask, and the parts that are left and hide something."""
     _, _, n, m = call.shape
     causal, rest = False, []
+    if call.mask is None:
+        return causal, ()
     for part in conjuncts(call.mask):
         if type(part) is Causal and _contiguous(call) and call.q_start >= m - 1:
             continue  # every query stands at or after the last key, as in decoding
@@ -183,11 +186,10 @@ def _may_leak(call: Call) -> bool:
 
 
 def _swallows(call: Call) -> bool:
-    """torch takes a row whose scores are all NaN for one that may see nothing. All of them are where the query is, or
-    where every key is, the first among them (and where a mask hides some, `_may_leak` looks at all)."""
+    """torch takes a row whose scores are all NaN for one that may see nothing, so a query of NaN would get 0."""
     if call.q.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return not _sums_are_finite(call.q, call.k.select(2, 0))
+    return not math.isfinite(call.q.detach().sum(dtype=call.dtype).item())
 
 
 def _sums_are_finite(*tensors: Tensor) -> bool:

@@ -73,7 +73,7 @@ def _values(call: Call, p: Tensor) -> Tensor:
     """Dropout, and the values by their weights: (B, H, N, E)."""
     if call.dropout is not None:
         n, m = call.shape[2:]
-        p = p * call.dropout.block(slice(None), slice(None), slice(0, n), slice(0, m), p.dtype).mul_(call.dropout.kept)
+        p = p * call.dropout.block(slice(None), slice(None), slice(0, n), slice(0, m), p.dtype) * call.dropout.kept
     v = call.v.to(p.dtype)
     return (_by_group(p, v) if call.mask is None else _weigh(p, v)).to(call.q.dtype)
 

@@ -195,18 +195,16 @@ def prepare(
     if mask is not None:
         mask = as_mask(mask)
         mask.check(batch, heads, n, m)
+        for tensor in mask.tensors():
+            _check_device("mask", tensor, device)
     biases = as_biases(bias) if bias is not None else ()
     for one in biases:
         one.check(batch, heads, n, m)
-    for what, tensors in (
-        ("mask", mask.tensors() if mask is not None else ()),
-        ("bias", [b.weight for b in biases if type(b) in (DenseBias, Buckets)]),
-    ):
-        for tensor in tensors:
-            _check_device(what, tensor, device)
+        if type(one) in (DenseBias, Buckets):
+            _check_device("bias", one.weight, device)
     q_start = m - n
     if key_positions is not None:
-        key_positions = _positions("key_positions", key_positions, batch, m)
+        key_positions = _positions("key_positions", key_positions, batch, m, device)
         if positions is None:
             if n > m:
                 raise bad_value(
@@ -218,13 +216,10 @@ def prepare(
     if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
         q_start, positions = positions, None
     elif positions is not None:
-        positions = _positions("positions", positions, batch, n)
-    for what, tensor in (("positions", positions), ("key_positions", key_positions)):
-        if tensor is not None:
-            _check_device(what, tensor, device)
-    _check_number("scale", scale)
-    _check_number("softcap", softcap)
-    _check_number("dropout", dropout)
+        positions = _positions("positions", positions, batch, n, device)
+    for what, number in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
+        if number is not None and type(number) is not float:
+            _check_number(what, number)
     factor = (q.shape[3] ** -0.5 if q.shape[3] else 1.0) if scale is None else float(scale)
     if softcap is not None and not 0 < softcap < math.inf:
         raise bad_value("softcap", expected="a positive number, or None for no cap", received=softcap)
@@ -308,17 +303,18 @@ def _check_device(what: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def _check_number(what: str, value: object) -> None:
-    known = (int, float, torch.SymInt, torch.SymFloat, Tensor, type(None))
+    known = (int, float, torch.SymInt, torch.SymFloat, Tensor)
     if isinstance(value, bool) or not isinstance(value, known):
         raise bad_type(what, expected="a number", received=f"{type(value).__name__} {value!r}")
 
 
-def _positions(what: str, positions: object, batch: int, length: int) -> Tensor:
+def _positions(what: str, positions: object, batch: int, length: int, device: torch.device) -> Tensor:
     """(1|B, length) integers, int64: differences of narrow or unsigned ones would wrap around."""
     if not isinstance(positions, Tensor):
         raise bad_type(what, expected="an integer tensor", received=type(positions).__name__)
     if positions.is_floating_point() or positions.is_complex() or positions.dtype is torch.bool:
         raise bad_type(what, expected="an integer tensor", received=f"dtype {positions.dtype}")
+    _check_device(what, positions, device)
     positions = positions.to(torch.int64)
     if positions.dim() == 1:
         positions = positions[None]

@@ -33,10 +33,10 @@ __all__ = ["forward", "name", "output", "why_not"]
 name = "blockwise"
 
 LOG2_E = math.log2(math.e)
-STRIP = 2**20  # scores computed at a time: more does not stay in the caches, fewer make too many steps
+STRIP = 2**19  # scores computed at a time: more does not stay in the caches, fewer make too many steps
 TILE = 128  # keys per tile of the survey that finds what is hidden
 SMALL = 2**16  # up to so many scores the formula in full is quicker, and its memory does not matter
-FEWEST_ROWS = 256  # below this a matrix product no longer runs at speed
+MANY_ROWS, FEW_ROWS = 256, 64  # with so many rows matrix products run at full speed; below the latter they crawl
 
 
 def why_not(call: Call) -> str | None:
@@ -266,11 +266,9 @@ def _chunks(call: Call, height: int, width: int) -> Iterator[_Chunk]:
         return
     shared = heads // groups
     one = shared * max(keys, 1)  # scores of one row of one kv head
-    rows = height or min(queries, max(FEWEST_ROWS, STRIP // (one * groups)))
+    rows = height or min(queries, _rows(one, groups))
     g = min(groups, max(1, STRIP // (one * min(rows, queries))))
-    if not height and g == 1:  # few heads at a time and still too much: fewer rows
-        rows = min(rows, max(1, STRIP // one)) if one * rows > 8 * STRIP else rows
-    c = min(batch, max(1, STRIP // 2 // (one * g * min(rows, queries)))) if g == groups and rows >= queries else 1
+    c = min(batch, max(1, STRIP // (one * g * min(rows, queries)))) if g == groups and rows >= queries else 1
     survey = _survey(call, rows, width or min(TILE, max(keys, 1)))
     careful = call.mask is not None and not _finite(call.k, call.v)
     for b in range(0, batch, c):
@@ -280,6 +278,14 @@ def _chunks(call: Call, height: int, width: int) -> Iterator[_Chunk]:
             some = slice(h, min(h + g, groups))
             k, v = (x[items, some].to(call.dtype).flatten(0, 1) for x in (call.k, call.v))
             yield _Chunk(call, items, some, slice(some.start * shared, some.stop * shared), k, v, strips, careful)
+
+
+def _rows(one: int, groups: int) -> int:
+    """Rows of a strip, where a row has `one` scores per kv head: many, for the sake of the matrix products; but the
+    longer the text the fewer, for memory's sake."""
+    if one * groups * MANY_ROWS <= STRIP:
+        return STRIP // (one * groups)
+    return min(MANY_ROWS, max(2 * STRIP // one, FEW_ROWS if FEW_ROWS * one <= 8 * STRIP else 1))
 
 
 def _survey(call: Call, rows: int, width: int):

@@ -82,14 +82,44 @@ def new_output(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty(batch, heads, rows, dtype=accumulation_dtype(q.dtype))
 
 
+class _Operators(NamedTuple):
+    """The two torch operators of a kernel, and the loops behind them."""
+
+    name: str
+    loops: Loops
+    forward: Any
+    backward: Any
+
+
 def register(name: str, loops: Loops) -> Callable[..., tuple[Tensor, Tensor]]:
     """Register `regard::<name>` and `regard::<name>_backward`; returns `run(call, height=0, width=0) -> (out, lse)`."""
+    ops = _define(name, loops)
+    _tell_shapes(ops)
+    _tell_gradients(ops)
+    _tell_vmap(ops)
+    eager, functional = _eager_function(ops), _functional_function(ops)
+
+    def run(call: Call, height: int = 0, width: int = 0) -> tuple[Tensor, Tensor]:
+        learned = call.learned()
+        if traced(*learned):
+            flat = flatten(call)
+            if torch.compiler.is_compiling():
+                return ops.forward(*flat, height, width)
+            layout = Layout(flat.sinks is not None, len(flat.biases), (*flat[6:], height, width))
+            return functional.apply(layout, *layout.row(*flat[:6]))  # type: ignore[return-value]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in learned):
+            return eager.apply(call, height, width, *learned)  # type: ignore[return-value]
+        return loops.forward(call, height, width)
+
+    return run
+
+
+def _define(name: str, loops: Loops) -> _Operators:
+    """The operators' signatures, and what they do to real tensors."""
     _LIBRARY.define(f"{name}({_PIECES}) -> (Tensor, Tensor)")
     _LIBRARY.define(
         f"{name}_backward(Tensor out, Tensor lse, Tensor d_out, Tensor d_lse, bool[] wanted, {_PIECES}) -> Tensor[]"
     )
-    forward_op = getattr(torch.ops.regard, name).default
-    backward_op = getattr(torch.ops.regard, f"{name}_backward").default
 
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         *flat, height, width = args
@@ -105,25 +135,33 @@ def register(name: str, loops: Loops) -> Callable[..., tuple[Tensor, Tensor]]:
 
     _LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
     _LIBRARY.impl(f"{name}_backward", backward, "CompositeExplicitAutograd")
+    return _Operators(
+        name, loops, getattr(torch.ops.regard, name).default, getattr(torch.ops.regard, f"{name}_backward").default
+    )
 
-    # Fake: what comes out has which shape, dtype and strides.
+
+def _tell_shapes(ops: _Operators) -> None:
+    """For those who trace: what comes out has which shape, dtype and strides; and the formula, for exporters."""
+
     def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         return new_output(q, v)
 
     def fake_backward(_o: Tensor, _l: Tensor, _do: Tensor, _dl: Tensor, wanted: list[bool], *args: Any) -> list[Tensor]:
         return [torch.empty_like(x) for x, want in zip(_differentiable(args, args), wanted, strict=True) if want]
 
-    torch.library.register_fake(f"regard::{name}", fake_forward, lib=_LIBRARY)
-    torch.library.register_fake(f"regard::{name}_backward", fake_backward, lib=_LIBRARY)
+    torch.library.register_fake(f"regard::{ops.name}", fake_forward, lib=_LIBRARY)
+    torch.library.register_fake(f"regard::{ops.name}_backward", fake_backward, lib=_LIBRARY)
 
     # Exporters that know no such operator (ONNX) write the formula in its place; the strides are the operator's.
-    @register_decomposition(forward_op)
+    @register_decomposition(ops.forward)
     def spelled_out(*args: Any) -> tuple[Tensor, Tensor]:
         out, lse = reference.forward(unflatten(Flat(*args[:-2])))
         return out.transpose(1, 2).contiguous().transpose(1, 2), lse
 
-    # Autograd: the forward pass keeps its inputs, its output and the lse; no weight is kept. Compilers want the rule on
-    # the operator; torch.func wants an autograd function, which sees only tensors that stand alone among its arguments.
+
+def _tell_gradients(ops: _Operators) -> None:
+    """For compilers: the forward pass keeps its inputs, its output and the lse; no weight is kept."""
+
     def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         q, k, v, sinks, biases, rest, *numbers = inputs
         ctx.layout = Layout(sinks is not None, len(biases), tuple(numbers))
@@ -133,17 +171,21 @@ def register(name: str, loops: Loops) -> Callable[..., tuple[Tensor, Tensor]]:
         out, lse, *tensors = ctx.saved_tensors
         layout = ctx.layout
         wanted = layout.row(*ctx.needs_input_grad[:5])
-        made = iter(backward_op(out, lse, d_out, d_lse, wanted, *layout.pieces(tensors)))
+        made = iter(ops.backward(out, lse, d_out, d_lse, wanted, *layout.pieces(tensors)))
         grads = [next(made) if want else None for want in wanted]
         *grads, rest, numbers = *layout.pieces(grads)[:5], tensors[layout.differentiable :], layout.numbers
         return *grads, [None] * len(rest), *(None for _ in numbers)
 
-    torch.library.register_autograd(f"regard::{name}", differentiate, setup_context=remember, lib=_LIBRARY)
+    torch.library.register_autograd(f"regard::{ops.name}", differentiate, setup_context=remember, lib=_LIBRARY)
+
+
+def _eager_function(ops: _Operators) -> type[torch.autograd.Function]:
+    """For plain eager torch: straight to the loops."""
 
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, call: Call, height: int, width: int, *learned: Tensor) -> tuple[Tensor, Tensor]:
-            out, lse = loops.forward(call, height, width)
+            out, lse = ops.loops.forward(call, height, width)
             ctx.save_for_backward(out, lse, *learned)
             ctx.call, ctx.sides = call.with_learned([_NOTHING] * len(learned)), (height, width)
             return out, lse
@@ -154,16 +196,22 @@ def register(name: str, loops: Loops) -> Callable[..., tuple[Tensor, Tensor]]:
             d_out, d_lse = d_output
             wanted = list(ctx.needs_input_grad[3:])
             with _no_autocast(out), torch.no_grad():
-                made = loops.backward(ctx.call.with_learned(learned), out, lse, d_out, d_lse, wanted, *ctx.sides)
-            made = iter(first_derivatives_only(name, made, d_out, *learned))
+                made = ops.loops.backward(ctx.call.with_learned(learned), out, lse, d_out, d_lse, wanted, *ctx.sides)
+            made = iter(first_derivatives_only(ops.name, made, d_out, *learned))
             return None, None, None, *(next(made) if want else None for want in wanted)
+
+    return Eager
+
+
+def _functional_function(ops: _Operators) -> type[torch.autograd.Function]:
+    """For torch.func, which sees only tensors that stand alone among the arguments, and wants a `setup_context`."""
 
     class Forward(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
         def forward(layout: Layout, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-            return forward_op(*layout.pieces(tensors))
+            return ops.forward(*layout.pieces(tensors))
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -185,7 +233,7 @@ def register(name: str, loops: Loops) -> Callable[..., tuple[Tensor, Tensor]]:
         def forward(
             layout: Layout, wanted: list[bool], out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, *tensors: Tensor
         ) -> tuple[Tensor, ...]:
-            return tuple(backward_op(out, lse, d_out, d_lse, wanted, *layout.pieces(tensors)))
+            return tuple(ops.backward(out, lse, d_out, d_lse, wanted, *layout.pieces(tensors)))
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -193,19 +241,24 @@ def register(name: str, loops: Loops) -> Callable[..., tuple[Tensor, Tensor]]:
 
         @staticmethod
         def backward(ctx: Any, *_: Tensor) -> None:
-            raise _no_second_derivative(name)
+            raise _no_second_derivative(ops.name)
 
-    # vmap: its axis joins the batch.
+    return Forward
+
+
+def _tell_vmap(ops: _Operators) -> None:
+    """For vmap: its axis joins the batch."""
+
     def batched_forward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         size, batch = info.batch_size, _inner_batch(args[0], in_dims[0])
-        result = forward_op(*_fold_all(args, in_dims, size, batch, learned=False))
+        result = ops.forward(*_fold_all(args, in_dims, size, batch, learned=False))
         return tuple(x.unflatten(0, (size, batch)) for x in result), (0, 0)
 
     def batched_backward(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
         size, batch = info.batch_size, _inner_batch(args[5], in_dims[5])
         saved = [_fold(x, dim, size, batch, force=True) for x, dim in zip(args[:4], in_dims[:4], strict=True)]
         pieces = _fold_all(args[5:], in_dims[5:], size, batch, learned=True)
-        result = backward_op(*saved, args[4], *pieces)
+        result = ops.backward(*saved, args[4], *pieces)
         # What was one for the whole batch gets one gradient per item of vmap's axis: the sum over its batch.
         before = [x for x, want in zip(_differentiable(args[5:], args[5:]), args[4], strict=True) if want]
         dims = [d for d, want in zip(_differentiable(in_dims[5:], args[5:]), args[4], strict=True) if want]
@@ -216,22 +269,8 @@ def register(name: str, loops: Loops) -> Callable[..., tuple[Tensor, Tensor]]:
             grads.append(grad.sum(1, keepdim=True) if leading == 1 and batch > 1 else grad)
         return grads, [0] * len(grads)
 
-    torch.library.register_vmap(f"regard::{name}", batched_forward, lib=_LIBRARY)
-    torch.library.register_vmap(f"regard::{name}_backward", batched_backward, lib=_LIBRARY)
-
-    def run(call: Call, height: int = 0, width: int = 0) -> tuple[Tensor, Tensor]:
-        learned = call.learned()
-        if traced(*learned):
-            flat = flatten(call)
-            if torch.compiler.is_compiling():
-                return forward_op(*flat, height, width)
-            layout = Layout(flat.sinks is not None, len(flat.biases), (*flat[6:], height, width))
-            return Forward.apply(layout, *layout.row(*flat[:6]))  # type: ignore[return-value]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in learned):
-            return Eager.apply(call, height, width, *learned)  # type: ignore[return-value]
-        return loops.forward(call, height, width)
-
-    return run
+    torch.library.register_vmap(f"regard::{ops.name}", batched_forward, lib=_LIBRARY)
+    torch.library.register_vmap(f"regard::{ops.name}_backward", batched_backward, lib=_LIBRARY)
 
 
 _NOTHING = torch.empty(0)  # stands for a tensor that autograd keeps

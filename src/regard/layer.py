@@ -261,7 +261,9 @@ class MultiHeadAttention(nn.Module):
     def _turn(self, x: Tensor, positions: Tensor | int, length: int) -> Tensor:
         """x (B, heads, N, D) turned to its positions, where they are rotary."""
         rotary = self.position_encoding
-        return rotary(x, positions, length=length) if isinstance(rotary, Rotary) else x
+        if not isinstance(rotary, Rotary):
+            return x
+        return rotary(x, positions, length=None if isinstance(positions, Tensor) else length)
 
     def _place_keys(
         self, k: Tensor, v: Tensor, positions: Tensor | None, cache: KVCache | RollingCache | None, *, own: bool

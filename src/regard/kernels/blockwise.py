@@ -40,19 +40,23 @@ MANY_ROWS, FEW_ROWS = 256, 64  # with so many rows matrix products run at full s
 
 
 def why_not(call: Call) -> str | None:
+    """It serves every call."""
     return None
 
 
 def worth(call: Call) -> bool:
+    """Not for the smallest planes, where the formula in full is quicker; always for compilers: it is one node."""
     batch, heads, n, m = call.shape
     return traced(call.q) or batch * heads * n * m > SMALL  # one node for compilers, whatever the size
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, E) and log-sum-exp (B, H, N)."""
     return run(call)
 
 
 def output(call: Call) -> Tensor:
+    """(B, H, N, E)"""
     return run(call)[0]
 
 
@@ -265,8 +269,9 @@ def _chunks(call: Call, height: int, width: int) -> Iterator[_Chunk]:
     if not (batch and heads and queries):
         return
     shared = heads // groups
-    one = shared * max(keys, 1)  # scores of one row of one kv head
-    rows = height or min(queries, _rows(one, groups))
+    seen = _seen(call)
+    one = shared * max(seen, 1)  # scores of one row of one kv head
+    rows = height or min(_rows(one, groups), queries if seen == keys else MANY_ROWS)
     g = min(groups, max(1, STRIP // (one * min(rows, queries))))
     c = min(batch, max(1, STRIP // (one * g * min(rows, queries)))) if g == groups and rows >= queries else 1
     survey = _survey(call, rows, width or min(TILE, max(keys, 1)))
@@ -278,6 +283,16 @@ def _chunks(call: Call, height: int, width: int) -> Iterator[_Chunk]:
             some = slice(h, min(h + g, groups))
             k, v = (x[items, some].to(call.dtype).flatten(0, 1) for x in (call.k, call.v))
             yield _Chunk(call, items, some, slice(some.start * shared, some.stop * shared), k, v, strips, careful)
+
+
+def _seen(call: Call) -> int:
+    """How many keys a strip of MANY_ROWS sees at most: in a long text with a window few of them all."""
+    _, _, queries, keys = call.shape
+    if call.mask is None or queries * keys < 8 * STRIP:
+        return keys
+    some = call.mask.survey(call.grid(MANY_ROWS, TILE)).some
+    tiles = some.any(0).expand(-1, -(-keys // TILE)).sum(-1).max()
+    return min(keys, int(tiles) * TILE)
 
 
 def _rows(one: int, groups: int) -> int:

@@ -28,6 +28,7 @@ MOSTLY_HIDDEN = 0.5  # and leave it to a kernel that skips what is hidden where 
 
 
 def why_not(call: Call) -> str | None:
+    """In words, where torch would fall back, be wrong, or waste what a mask hides."""
     batch, heads, n, m = call.shape
     if call.dropout is not None:
         return "it draws dropout by a generator of its own, and falls back to the N x M matrix for it"
@@ -67,10 +68,12 @@ def why_not(call: Call) -> str | None:
 
 
 def worth(call: Call) -> bool:
+    """Wherever it can serve."""
     return True
 
 
 def output(call: Call) -> Tensor:
+    """(B, H, N, E)"""
     mask, causal = _operands(call)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     out = F.scaled_dot_product_attention(

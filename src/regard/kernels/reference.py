@@ -18,10 +18,12 @@ STAGES = ("scaled", "capped", "biased", "weights")
 
 
 def why_not(call: Call) -> str | None:
+    """It serves every call."""
     return None
 
 
 def worth(call: Call) -> bool:
+    """The last to be asked."""
     return True
 
 
@@ -59,11 +61,13 @@ def weights(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, E) and log-sum-exp (B, H, N)."""
     p, lse = weights(call)
     return _values(call, p), lse
 
 
 def output(call: Call) -> Tensor:
+    """(B, H, N, E)"""
     if call.mask is None and not call.biases and call.sinks is None:  # nothing is hidden: plain softmax will do
         return _values(call, scores(call).softmax(-1))
     return forward(call)[0]

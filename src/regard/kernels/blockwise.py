@@ -136,8 +136,12 @@ class _Chunk:
             block = parts[0] if len(parts) == 1 or bias.weight.shape[3] == 1 else torch.cat(parts, -1)
         else:
             q_positions, k_positions = self.positions(strip)
-            block = _of_batch(bias, self.batch).block(q_positions, k_positions)
+            return self.own(bias).block(q_positions, k_positions).to(self.call.dtype)
         return (block[:, self.heads] if block.shape[1] > 1 else block).to(self.call.dtype)
+
+    def own(self, bias: Bias) -> Bias:
+        """A bias of the chunk's heads alone (and of its batch items: a weight leads with a batch only under vmap)."""
+        return bias.with_weight(_rows_of(bias.weight, self.batch)[..., self.heads])
 
     def positions(self, strip: _Strip) -> tuple[Tensor, Tensor]:
         """Where the strip's queries (1|c, n) and its visible keys (1|c, m) stand."""
@@ -361,11 +365,8 @@ def _add_product(into: Tensor, runs: list[slice], weights: Tensor, rows: Tensor,
 def _add_bias_gradient(chunk: _Chunk, strip: _Strip, bias: Bias, gradient: Tensor, into: Tensor) -> None:
     """Add the gradient (c, g * R, n, m) of a strip to that of a bias, summed over the axes on which it is broadcast."""
     if not isinstance(bias, DenseBias):
-        heads = gradient
-        if gradient.shape[1] != chunk.call.q.shape[1]:  # a chunk of heads: the others get nothing from it
-            heads = gradient.new_zeros(gradient.shape[0], chunk.call.q.shape[1], *gradient.shape[2:])
-            heads[:, chunk.heads] = gradient
-        _of_batch(bias, chunk.batch).block_gradient(heads, *chunk.positions(strip), _rows_of(into, chunk.batch))
+        into = _rows_of(into, chunk.batch)[..., chunk.heads]
+        chunk.own(bias).block_gradient(gradient, *chunk.positions(strip), into)
         return
     at = 0
     for cols in strip.runs:
@@ -383,11 +384,6 @@ def _sum_into(into: Tensor, x: Tensor) -> None:
 
 def _rows_of(x: Tensor, batch: slice) -> Tensor:
     return x if x.shape[0] == 1 else x[batch]
-
-
-def _of_batch(bias: Bias, batch: slice) -> Bias:
-    """A bias for some batch items (its weight leads with a batch only under vmap)."""
-    return bias if bias.weight.shape[0] == 1 else bias.with_weight(bias.weight[batch])
 
 
 def _numbers(run: slice, like: Tensor) -> Tensor:

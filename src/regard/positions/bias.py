@@ -23,7 +23,8 @@ __all__ = ["Alibi", "Bias", "DenseBias", "RelativeBias", "Saturated", "as_biases
 
 
 class Bias:
-    """Base of what can be added to scores block by block. `weight` leads with a batch axis of 1 (or B)."""
+    """Base of what can be added to scores block by block. `weight` leads with a batch axis of 1 (or B) and ends with an
+    axis of heads, by which kernels take a part of it."""
 
     fields: ClassVar[tuple[str, ...]] = ("weight",)
     kinds: ClassVar[dict[str, type[Bias]]] = {}
@@ -141,6 +142,9 @@ class Saturated(Bias):
 
     def __init__(self, inner: Bias, sinks: int, last: int) -> None:
         self.weight, self.inner, self.sinks, self.last = inner.weight, inner, sinks, last
+
+    def with_weight(self, weight: Tensor) -> Bias:
+        return Saturated(self.inner.with_weight(weight), self.sinks, self.last)
 
     def block(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         plain = self.inner.block(q_positions, k_positions)

@@ -1,6 +1,6 @@
 """regard: multi-head attention that you can see into."""
 
-from regard import cache, configurations, kernels, layouts, masks, positions
+from regard import cache, configurations, kernels, layouts, masks, models, positions
 from regard.attention import attend, attention_weights, explain
 from regard.cache import KVCache, RollingCache
 from regard.layer import AttentionBlock, MultiHeadAttention
@@ -21,6 +21,7 @@ __all__ = [
     "kernels",
     "layouts",
     "masks",
+    "models",
     "positions",
     "swap",
 ]

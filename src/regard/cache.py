@@ -90,6 +90,11 @@ class KVCache:
         return torch.full((self._keys.shape[0],), self._length, device=self._keys.device)
 
     @property
+    def ragged(self) -> bool:
+        """Whether rows may differ in length."""
+        return self._lengths is not None
+
+    @property
     def keys(self) -> Tensor | None:
         """(B, G, M, D)"""
         return None if self._keys is None else self._keys[:, :, : self._length]

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from regard.attention import BiasLike, attend, attention_weights
 from regard.cache import KVCache, RollingCache, Slots
-from regard.configurations import configuration
+from regard.configurations import Configuration, configuration
 from regard.errors import bad_type, bad_value, shape_of
+from regard.linear import project
 from regard.masks import Mask, as_mask
 from regard.positions import Alibi, RelativeBias, Rotary, Saturated, as_biases
 
@@ -132,8 +133,10 @@ class MultiHeadAttention(nn.Module):
         self.reset_parameters()
 
     @classmethod
-    def from_config(cls, name: str, **changes: Any) -> MultiHeadAttention:
+    def from_config(cls, config: str | Configuration, **changes: Any) -> MultiHeadAttention:
         """The attention layer of a well-known model, untrained; `changes` go to the constructor.
+
+        `config` is a name, one of `regard.configurations.CONFIGURATIONS`, or a `Configuration` of your own.
 
         >>> MultiHeadAttention.from_config("smollm2-135m", dropout=0.1)
         MultiHeadAttention(
@@ -146,9 +149,12 @@ class MultiHeadAttention(nn.Module):
         )
         """
         fields = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "bias", "out_bias", "scale", "qk_norm")
-        config = replace(configuration(name), **{field: changes[field] for field in fields if field in changes})
+        config = configuration(config) if isinstance(config, str) else config
+        config = replace(config, **{field: changes[field] for field in fields if field in changes})
         options: dict[str, Any] = {field: getattr(config, field) for field in fields}
-        return cls(**{**options, "position_encoding": config.position_encoding(), **changes})
+        if "position_encoding" not in changes:
+            options["position_encoding"] = config.position_encoding()
+        return cls(**{**options, **changes})
 
     def reset_parameters(self) -> None:
         """Start again from random weights."""
@@ -236,19 +242,19 @@ class MultiHeadAttention(nn.Module):
         value = key if value is None else value
         self._check_inputs(query, key, value)
 
-        q = self._split(self.q_proj(query), self.q_norm, self.head_dim)  # (B, H, N, D)
+        q = self._split(project(self.q_proj, query), self.q_norm, self.head_dim)  # (B, H, N, D)
         with nullcontext() if cache is None else cache.attending():
             if cache is not None and cache.complete:
                 k, v, slots = cache.recall(positions)
             else:
-                k = self._split(self.k_proj(key), self.k_norm, self.head_dim)  # (B, G, M, D)
-                v = self._split(self.v_proj(value), None, self.value_head_dim)  # (B, G, M, E)
+                k = self._split(project(self.k_proj, key), self.k_norm, self.head_dim)  # (B, G, M, D)
+                v = self._split(project(self.v_proj, value), None, self.value_head_dim)  # (B, G, M, E)
                 k, v, slots = self._place_keys(k, v, positions, cache, own=key is query)
             q, k = self._place_queries(q, k, slots)
             options = self._options(slots, mask, bias)
             out = attend(q, k, v, dropout=self.dropout if self.training else 0.0, kernel=self.kernel, **options)
             weights = attention_weights(q, k, **options) if need_weights else None
-        out = self.out_proj(out.transpose(1, 2).flatten(2))  # heads side by side, (B, N, H * E) -> (B, N, W)
+        out = project(self.out_proj, out.transpose(1, 2).flatten(2))  # heads side by side, (B, N, H * E) -> (B, N, W)
         return out if weights is None else (out, weights)
 
     def _split(self, x: Tensor, norm: nn.Module | None, width: int) -> Tensor:

@@ -12,6 +12,7 @@ from regard.errors import bad_type, bad_value, shape_of
 from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.layouts import (
     bert,
+    distilbert,
     gpt2,
     llama,
     meta_llama,
@@ -39,7 +40,7 @@ LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
         separate.layout, llama.layout, meta_llama.layout, w_q.layout, w_qs.layout, qkv_layer.layout, neox.layout,
-        torch_mha.layout, gpt2.layout, nanogpt.layout, bert.layout, timm.layout, wqkv.layout, wqkv.modernbert,
+        torch_mha.layout, gpt2.layout, nanogpt.layout, bert.layout, distilbert.layout, timm.layout, wqkv.layout, wqkv.modernbert,
         t5.layout,
     )
 }  # fmt: skip

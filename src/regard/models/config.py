@@ -1,0 +1,84 @@
+"""What a model is made of, in our own words: `ModelConfig`. Families (`families.py`) say it from a config.json.
+
+Letters: W model width, H query heads, G kv heads, D head width, F width of the feed-forward part, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from regard.configurations import Configuration
+from regard.errors import bad_value
+from regard.linear import ACTIVATIONS
+
+__all__ = ["ModelConfig"]
+
+
+@dataclass(frozen=True)
+class ModelConfig(Configuration):
+    """The sizes and choices of a whole model; those of its attention are a `Configuration`'s.
+
+    Attributes:
+        family: as config.json's `model_type` names it.
+        kind: "encoder" (each token sees all) or "decoder" (each token sees those before it).
+        vocabulary: V, rows of the token embedding.
+        inner: F.
+        norm: "layer" (LayerNorm) or "rms" (RMSNorm), with `norm_eps`.
+        order: where the norms are: "post" (after the residual), "pre" (before each part), or "parallel" (before each
+            part, and both parts read the same residual).
+        activation: one of `regard.linear.ACTIVATIONS`; `gated`: whether a second projection multiplies it.
+        mlp_bias: whether the feed-forward projections have a bias.
+        first_position: number of the first learned position (RoBERTa: 2); its table has that many rows more.
+        token_types: rows of the token type embedding; 0 for none.
+        windows: how many tokens back each layer sees, itself included; None for all.
+        scales: the scale of each layer, where they differ.
+        tied: whether the head's weight is the token embedding's.
+        bos, eos, pad: token ids; generation ends at any of `eos`.
+        pooling: how `Encoder.embed` makes one vector of many: "mean" or "cls"; `normalised`: to length 1.
+        embed_length: the longest text, in tokens, that `Encoder.embed` reads; the rest is cut. None: the context.
+    """
+
+    family: str = ""
+    kind: Literal["encoder", "decoder"] = "encoder"
+    vocabulary: int = 0
+    inner: int = 0
+    norm: Literal["layer", "rms"] = "layer"
+    norm_eps: float = 1e-5
+    order: Literal["pre", "post", "parallel"] = "pre"
+    activation: str = "gelu"
+    gated: bool = False
+    mlp_bias: bool = True
+    first_position: int = 0
+    token_types: int = 0
+    windows: tuple[int | None, ...] | None = None
+    scales: tuple[float, ...] | None = None
+    tied: bool = False
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    pad: int | None = None
+    pooling: Literal["mean", "cls"] = "mean"
+    normalised: bool = True
+    embed_length: int | None = None
+
+    def __post_init__(self) -> None:
+        for what in ("layers", "embed_dim", "num_heads", "vocabulary", "inner"):
+            if type(value := getattr(self, what)) is not int or value < 1:
+                raise bad_value(what, expected="a positive integer", received=repr(value))
+        kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        if type(kv_heads) is not int or kv_heads < 1 or self.num_heads % kv_heads:
+            raise bad_value("num_kv_heads", expected=f"a divisor of num_heads = {self.num_heads}", received=kv_heads)
+        if self.head_dim is None and self.embed_dim % self.num_heads:
+            raise bad_value("num_heads", expected=f"a divisor of the width {self.embed_dim}", received=self.num_heads)
+        if self.activation not in ACTIVATIONS:
+            raise bad_value("activation", expected=f"one of {', '.join(ACTIVATIONS)}", received=repr(self.activation))
+        if self.positions == "learned" and not self.context:
+            raise bad_value("context", expected="the number of learned positions", received=self.context)
+
+    def window_of(self, layer: int) -> int | None:
+        """How many tokens back a layer sees, itself included; None for all."""
+        return self.window if self.windows is None else self.windows[layer]
+
+    def scale_of(self, layer: int) -> float | None:
+        """The scale of a layer's scores; None for D ** -0.5."""
+        return self.scale if self.scales is None else self.scales[layer]

@@ -1,0 +1,199 @@
+"""A decoder: every token sees those before it, and says what may come next. GPT-2, GPT-NeoX, Llama and their kin.
+
+Letters: B batch, N new tokens, M tokens so far (cached and new), W model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, overload
+
+from torch import Tensor, nn
+
+from regard.cache import KVCache, RollingCache
+from regard.errors import bad_value, shape_of
+from regard.linear import project
+from regard.masks import Causal, Mask, Padding, Window
+from regard.models import generation
+from regard.models.config import ModelConfig
+from regard.models.parts import Block, Embedding, new_norm
+from regard.models.text import TextModel
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["Cache", "Decoder"]
+
+Cache = Sequence[KVCache] | Sequence[RollingCache]
+
+
+class Decoder(TextModel):
+    """Token ids to logits of the next token, at every token.
+
+    >>> import torch
+    >>> config = ModelConfig(layers=2, embed_dim=6, num_heads=3, vocabulary=11, inner=7, context=13, causal=True)
+    >>> Decoder(config)(torch.tensor([[1, 2, 3]])).shape
+    torch.Size([1, 3, 11])
+    """
+
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None = None, name: str = "") -> None:
+        super().__init__(config, tokenizer, name)
+        self.embedding = Embedding(config)
+        encoding = config.position_encoding()
+        self.blocks = nn.ModuleList(Block(config, i, encoding) for i in range(config.layers))
+        self.norm = new_norm(config)
+        self.head = nn.Linear(config.embed_dim, config.vocabulary, bias=False)
+        self.tie()
+
+    def tie(self) -> None:
+        """Where the head's weight is the token embedding's, make it one tensor."""
+        if self.config.tied:
+            self.head.weight = self.embedding.tokens.weight
+
+    def forward(self, ids: Tensor, *, keep: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+        """Logits of the next token, at every token.
+
+        Args:
+            ids: (B, N), or (N,) for one text.
+            keep: (B, M), True where there is a token and not padding (left or right); with a cache M = cached + N.
+            cache: from `new_cache()`, updated in place; `ids` go on after what it holds.
+
+        Returns:
+            (B, N, V); what stands at padding is without meaning.
+        """
+        return project(self.head, self.hidden(ids, keep=keep, cache=cache))
+
+    def hidden(
+        self,
+        ids: Tensor,
+        *,
+        keep: Tensor | None = None,
+        cache: Cache | None = None,
+        states: list[Tensor] | None = None,
+    ) -> Tensor:
+        """What the head reads, (B, N, W): `model.head` makes the logits of it.
+
+        `states`, if given, is filled with what goes into the first layer and what comes out of each, layers + 1 of
+        them; the last after the final norm.
+        """
+        self._check_ids(ids, keep)
+        if ids.dim() == 1:
+            x = self.hidden(ids[None], keep=None if keep is None else keep[None], cache=cache, states=states)
+            if states is not None:
+                states[:] = [state[0] for state in states]
+            return x[0]
+        held = self._check_cache(cache, keep, ids)
+        x = self.embedding(ids, self._positions(ids, keep, held))
+        for i, block in enumerate(self.blocks):
+            if states is not None:
+                states.append(x)
+            x = block(x, mask=self._mask(i, keep), cache=None if cache is None else cache[i])
+        x = self.norm(x)
+        if states is not None:
+            states.append(x)
+        return x
+
+    def new_cache(self, window: int | None = None, *, keep_first: int = 4, capacity: int = 0) -> Cache:
+        """A cache for one text or batch, one part per layer.
+
+        Args:
+            window: how many tokens to remember besides the first `keep_first`: a `RollingCache`, with which a text may
+                go on without end. By default a `KVCache`, which remembers all.
+            capacity: tokens to make room for at once; a `KVCache` grows all the same.
+        """
+        if window is None:
+            return [KVCache(capacity) for _ in self.blocks]
+        if self.embedding.places is not None:
+            raise bad_value("window", expected="None: this model learned a vector for each position, and a text cannot "
+                            "go on past the last of them", received=window)  # fmt: skip
+        return [RollingCache(window, keep_first) for _ in self.blocks]
+
+    @overload
+    def generate(self, text: str, max_new_tokens: int = ..., **options) -> str: ...
+    @overload
+    def generate(self, text: Sequence[str], max_new_tokens: int = ..., **options) -> list[str]: ...
+    def generate(
+        self,
+        text: str | Sequence[str],
+        max_new_tokens: int = 64,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        cache: Cache | None = None,
+    ) -> str | list[str]:
+        """What comes after a text; or after each of several, of any lengths, computed together.
+
+        Args:
+            text: the beginning.
+            max_new_tokens: at most so many tokens more.
+            temperature: 0 takes the likeliest token each time; 1 draws as the model says; more, more freely.
+            top_k: draw among the k likeliest only.
+            top_p: draw among the likeliest that together have this probability only.
+            seed: for drawing the same again.
+            stop: end before any of these strings would be written (it also ends at the model's own end token).
+            cache: from `new_cache()`: the text goes on after what it holds, and it will hold the new text too.
+
+        Returns:
+            The new text alone.
+        """
+        rules = generation.Rules(temperature, top_k, top_p, seed)
+        if isinstance(text, str):
+            return "".join(generation.stream(self, text, max_new_tokens, rules, stop, cache))
+        return generation.generate_batch(self, text, max_new_tokens, rules, stop, cache)
+
+    def stream(
+        self,
+        text: str,
+        max_new_tokens: int | None = 64,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        cache: Cache | None = None,
+    ) -> Iterator[str]:
+        """As `generate` for one text, piece by piece as tokens come. With `max_new_tokens=None` it goes on until the
+        model ends the text itself; with a rolling cache that may be never."""
+        rules = generation.Rules(temperature, top_k, top_p, seed)
+        return generation.stream(self, text, max_new_tokens, rules, stop, cache)
+
+    def _mask(self, layer: int, keep: Tensor | None) -> Mask:
+        """Who sees whom. Tokens are numbered by slot; padding is hidden, and where it is on the left, all that a row
+        sees is as far away as it would be without."""
+        window = self.config.window_of(layer)
+        mask = Causal() if window is None else Window(window)
+        return mask if keep is None else mask & Padding(keep=keep)
+
+    def _positions(self, ids: Tensor, keep: Tensor | None, held: Tensor | int) -> Tensor | int:
+        """For learned positions: which one each token has."""
+        if self.embedding.places is None:
+            return 0
+        if keep is not None:
+            return (keep.cumsum(1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
+        if isinstance(held, int):
+            return held
+        return held[:, None] + ids.new_ones(ids.shape[1]).cumsum(0) - 1
+
+    def _check_cache(self, cache: Cache | None, keep: Tensor | None, ids: Tensor) -> Tensor | int:
+        """How many tokens the cache holds; (B,) where rows differ."""
+        if cache is None:
+            held = 0
+        elif len(cache) != len(self.blocks):
+            raise bad_value("cache", expected=f"one per layer, {len(self.blocks)}", received=len(cache),
+                            remedy="model.new_cache()")  # fmt: skip
+        elif keep is not None and isinstance(cache[0], RollingCache):
+            raise bad_value("keep", expected="None: a RollingCache forgets, so no flag can be said for each of its keys",
+                            received="a tensor", remedy="rows of one length, or a KVCache")  # fmt: skip
+        else:
+            held = len(cache[0])
+            lengths = cache[0].lengths if isinstance(cache[0], KVCache) and cache[0].ragged else None
+            if lengths is not None and keep is None:
+                return lengths
+        if keep is not None and keep.shape[1] != held + ids.shape[1]:
+            raise bad_value("keep", expected=f"one flag per token, {held} cached and {ids.shape[1]} new",
+                            received=shape_of(keep))  # fmt: skip
+        return held

@@ -1,0 +1,140 @@
+"""An encoder: every token sees every token. BERT and its kin.
+
+Letters: B batch, N tokens, W model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from regard.errors import bad_type, bad_value, shape_of
+from regard.masks import Mask, Padding, Window
+from regard.models.config import ModelConfig
+from regard.models.parts import Block, Embedding, new_norm
+from regard.models.text import TextModel, pad
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["Encoder"]
+
+
+class Encoder(TextModel):
+    """Token ids to a vector for each token that knows of all the others.
+
+    >>> config = ModelConfig(layers=2, embed_dim=6, num_heads=3, vocabulary=11, inner=7, context=13, order="post")
+    >>> Encoder(config)(torch.tensor([[1, 2, 3]])).shape
+    torch.Size([1, 3, 6])
+    """
+
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None = None, name: str = "") -> None:
+        super().__init__(config, tokenizer, name)
+        self.embedding = Embedding(config)
+        encoding = config.position_encoding()
+        self.blocks = nn.ModuleList(Block(config, i, encoding) for i in range(config.layers))
+        self.norm = None if config.order == "post" else new_norm(config)
+
+    def forward(
+        self,
+        ids: Tensor,
+        *,
+        keep: Tensor | None = None,
+        token_types: Tensor | None = None,
+        states: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Hidden states of the last layer.
+
+        Args:
+            ids: (B, N), or (N,) for one text.
+            keep: (B, N), True where there is a token and not padding.
+            token_types: (B, N), which of two texts a token belongs to; 0 by default.
+            states: if given, filled with what goes into the first layer and what comes out of each, layers + 1 of them.
+
+        Returns:
+            (B, N, W); what stands at padding is without meaning.
+        """
+        self._check_ids(ids, keep)
+        if ids.dim() == 1:
+            one = [None if x is None else x[None] for x in (keep, token_types)]
+            x = self(ids[None], keep=one[0], token_types=one[1], states=states)
+            if states is not None:
+                states[:] = [state[0] for state in states]
+            return x[0]
+        if keep is not None and keep.shape != ids.shape:
+            raise bad_value("keep", expected=f"one flag per token, {shape_of(ids)}", received=shape_of(keep))
+        x = self.embedding(ids, 0 if keep is None else (keep.cumsum(1) - 1).clamp_(min=0), token_types)
+        for i, block in enumerate(self.blocks):
+            if states is not None:
+                states.append(x)
+            x = block(x, mask=self._mask(i, keep))
+        x = x if self.norm is None else self.norm(x)
+        if states is not None:
+            states.append(x)
+        return x
+
+    def _mask(self, layer: int, keep: Tensor | None) -> Mask | None:
+        """Who sees whom: all that is no padding, within the layer's window where it has one."""
+        window, padding = self.config.window_of(layer), None if keep is None else Padding(keep=keep)
+        if window is None:
+            return padding
+        near = Window(before=window // 2, after=window // 2)
+        return near if padding is None else near & padding
+
+    @torch.inference_mode()
+    def embed(
+        self,
+        texts: str | Sequence[str],
+        *,
+        batch_size: int = 32,
+        progress: Callable[[Iterable], Iterable] | None = None,
+    ) -> Tensor:
+        """A vector for each text: the mean over its tokens (or its first one's, as the model was trained), of length 1.
+
+        Args:
+            texts: one, or several. What is longer than the model reads is cut.
+            batch_size: texts computed at once; those of like length are taken together.
+            progress: wraps the batches as they are worked through, such as `rich.progress.track`.
+
+        Returns:
+            (B, W); (W,) for one text.
+        """
+        if isinstance(texts, str):
+            return self.embed([texts])[0]
+        if not isinstance(texts, Sequence):
+            raise bad_type("texts", expected="a text, or a list of texts", received=type(texts).__name__)
+        if batch_size < 1:
+            raise bad_value("batch_size", expected="at least 1", received=batch_size)
+        if not texts:
+            return torch.empty(0, self.config.embed_dim, dtype=self.dtype, device=self.device)
+        rows = [self._cut(text) for text in texts]
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+        batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+        out = torch.empty(len(rows), self.config.embed_dim, dtype=self.dtype, device=self.device)
+        for chosen in batches if progress is None else progress(batches):
+            ids, keep = (x.to(self.device) for x in pad([rows[i] for i in chosen], self.config.pad or 0))
+            states = self(ids, keep=None if bool(keep.all()) else keep)
+            if self.config.pooling == "cls":
+                pooled = states[:, 0]
+            else:
+                wide = states.to(torch.promote_types(states.dtype, torch.float32))
+                pooled = (wide * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)
+            if self.config.normalised:
+                pooled = F.normalize(pooled, dim=-1)
+            out[torch.tensor(chosen)] = pooled.to(out.dtype)
+        return out
+
+    def _cut(self, text: str) -> list[int]:
+        """The ids of a text, at most as many as the model reads, special tokens kept."""
+        encoding = self._tokenize(text)
+        limit = self.config.embed_length or self.config.context
+        if limit is None or len(encoding.ids) <= limit:
+            return encoding.ids
+        ids, special = encoding.ids, encoding.special_tokens_mask
+        spare = len(ids) - limit
+        last = max(i for i, flag in enumerate(special) if not flag) + 1  # what is cut is the end of the text itself
+        return ids[: last - spare] + ids[last:]

@@ -1,0 +1,445 @@
+"""The families of models that can be loaded, as tables: where config.json says what, and how the weights are named.
+
+To add one: a `Family(...)`, and a line in `FAMILIES`. What a table says in one word, the code reads in one place:
+
+    fields    ModelConfig's field -> the key of config.json it is in (several names: the first that is there)
+    fixed     ModelConfig's fields that are the same for the whole family
+    keys      our names of tensors -> theirs; {i} is the number of the layer
+    attention the layout (`regard.layouts`) of the attention weights, and the prefix where they are
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from regard.errors import bad_type, bad_value
+from regard.layouts.base import linear
+from regard.models.config import ModelConfig
+from regard.positions import DynamicNTK, Linear, Llama3, LongRoPE, YaRN
+from regard.positions.rotary import Scaling
+
+__all__ = ["FAMILIES", "Family", "family_of"]
+
+Settings = Mapping[str, Any]  # what a config.json holds
+Fields = dict[str, Any]  # arguments of ModelConfig
+
+_REQUIRED = object()
+
+
+class At(NamedTuple):
+    """Where a value is in config.json, and what it is where it is not there."""
+
+    names: tuple[str, ...]
+    default: Any = _REQUIRED
+
+    def read(self, settings: Settings) -> Any:
+        """The value; raises where it is required and not there."""
+        for name in self.names:
+            if settings.get(name) is not None:
+                return settings[name]
+        if self.default is _REQUIRED:
+            raise bad_value("config.json", expected=f"{' or '.join(map(repr, self.names))}", received="none")
+        return self.default
+
+
+def at(*names: str, default: Any = _REQUIRED) -> At:
+    """See `At`."""
+    return At(names, default)
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: how its config.json and its weights are read.
+
+    Attributes:
+        name: config.json's `model_type`.
+        kind: "encoder" or "decoder".
+        fields, fixed, keys, attention: see the top of this file.
+        derived: functions from the settings and the fields so far to more fields.
+        only: settings that must have one of these values, because the model has no place for others.
+        prefix: what may stand before every name ("bert.embeddings..." or "embeddings...").
+        transposed: whether the feed-forward weights are (in, out).
+        beside: patterns of names that are not part of the model: buffers, heads for other tasks.
+    """
+
+    name: str
+    kind: Literal["encoder", "decoder"]
+    fields: Mapping[str, At]
+    fixed: Mapping[str, Any]
+    keys: Mapping[str, str]
+    attention: tuple[str, str]
+    derived: tuple[Callable[[Settings, Fields], Fields], ...] = ()
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    prefix: str = ""
+    transposed: bool = False
+    beside: tuple[str, ...] = ()
+
+    def config(self, settings: Settings) -> ModelConfig:
+        """What the settings of a config.json say, checked."""
+        for name, allowed in self.only.items():
+            if settings.get(name, allowed[0]) not in allowed:
+                raise bad_value(f"config.json: {name}", expected=" or ".join(map(repr, allowed)),
+                                received=repr(settings[name]), remedy=WATCH)  # fmt: skip
+        found: Fields = {"family": self.name, "kind": self.kind, "causal": self.kind == "decoder", **self.fixed}
+        found |= {ours: where.read(settings) for ours, where in self.fields.items()}
+        for derive in (*self.derived, _activation, _special_tokens):
+            found |= derive(settings, found)
+        for ours in ("layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "inner", "vocabulary"):
+            if found.get(ours) is not None and type(found[ours]) is not int:
+                raise bad_type(f"config.json: {' or '.join(self.fields[ours].names)}", expected="an integer",
+                               received=repr(found[ours]))  # fmt: skip
+        try:
+            return ModelConfig(**found)
+        except ValueError as error:
+            raise ValueError(f"config.json: {error}") from error
+
+    def is_beside(self, name: str) -> bool:
+        """Whether a tensor of this name is not part of the model."""
+        return any(re.fullmatch(pattern, name) for pattern in self.beside)
+
+
+WATCH = "regard.watch looks into any torch model, this one as transformers runs it included"
+
+
+# ----------------------------------------------------------------------------------------------------
+# What several families say in the same way
+
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+}
+
+
+def _activation(settings: Settings, fields: Fields) -> Fields:
+    if fields["activation"] not in _ACTIVATIONS:
+        raise bad_value("config.json: the activation", expected=f"one of {', '.join(_ACTIVATIONS)}",
+                        received=repr(fields["activation"]), remedy=WATCH)  # fmt: skip
+    return {"activation": _ACTIVATIONS[fields["activation"]]}
+
+
+def _special_tokens(settings: Settings, fields: Fields) -> Fields:
+    """Token ids. Generation may end at several."""
+    eos = settings.get("eos_token_id")
+    ends = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
+    return {"bos": settings.get("bos_token_id"), "eos": ends, "pad": settings.get("pad_token_id")}
+
+
+def _rotary(settings: Settings, fields: Fields) -> Fields:
+    """Newer files have `rope_parameters`, older ones `rope_theta` and `rope_scaling`; GPT-NeoX had names of its own."""
+    rope = dict(settings.get("rope_scaling") or {}) | dict(settings.get("rope_parameters") or {})
+    base = rope.get("rope_theta") or settings.get("rope_theta") or settings.get("rotary_emb_base") or 10000.0
+    part = rope.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or settings.get("rotary_pct")
+    head_dim = fields.get("head_dim") or fields["embed_dim"] // fields["num_heads"]
+    return {
+        "positions": "rotary",
+        "rotary_base": float(base),
+        "rotary_width": None if part is None or part == 1 else int(head_dim * part),
+        "rotary_scaling": _scaling(rope, fields.get("context")),
+    }
+
+
+def _scaling(rope: Mapping[str, Any], context: int | None) -> Scaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    trained = rope.get("original_max_position_embeddings") or context
+    options = {name: rope[name] for name in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+                                             "truncate") if rope.get(name) is not None}  # fmt: skip
+    try:
+        match kind:
+            case "default":
+                return None
+            case "linear":
+                return Linear(rope["factor"])
+            case "dynamic":
+                return DynamicNTK(rope["factor"], int(context or trained or 0))
+            case "yarn":
+                return YaRN(rope["factor"], int(trained or 0), **options)
+            case "longrope":
+                factor = rope.get("factor") or (context or 0) / int(trained or 1)
+                return LongRoPE(rope["short_factor"], rope["long_factor"], int(trained or 0), factor=factor,
+                                attention_factor=rope.get("attention_factor"))  # fmt: skip
+            case "llama3":
+                return Llama3(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], int(trained or 0))
+    except KeyError as missing:
+        raise bad_value(f"config.json: rope of type {kind!r}", expected=str(missing), received=dict(rope)) from None
+    raise bad_value("config.json: rope_type", expected="default, linear, dynamic, yarn, longrope or llama3",
+                    received=repr(kind), remedy=WATCH)  # fmt: skip
+
+
+def _windows(settings: Settings, fields: Fields) -> Fields:
+    """Which layers see only so many tokens back."""
+    window, layers = settings.get("sliding_window"), fields["layers"]
+    if window is None or settings.get("use_sliding_window") is False:
+        return {}
+    kinds = settings.get("layer_types")
+    if kinds is not None:
+        if len(kinds) != layers:
+            raise bad_value("config.json: layer_types", expected=f"one for each of {layers} layers",
+                            received=len(kinds))  # fmt: skip
+        return {"windows": tuple(window if kind == "sliding_attention" else None for kind in kinds)}
+    first = settings.get("max_window_layers", 0) if "use_sliding_window" in settings else 0
+    return {"windows": tuple(window if i >= first else None for i in range(layers))}
+
+
+def _gpt2_scales(settings: Settings, fields: Fields) -> Fields:
+    if not settings.get("scale_attn_by_inverse_layer_idx") and settings.get("scale_attn_weights", True):
+        return {}
+    head_dim = fields["embed_dim"] // fields["num_heads"]
+    scale = head_dim**-0.5 if settings.get("scale_attn_weights", True) else 1.0
+    by_layer = bool(settings.get("scale_attn_by_inverse_layer_idx"))
+    return {"scales": tuple(scale / (i + 1 if by_layer else 1) for i in range(fields["layers"]))}
+
+
+def _roberta_context(settings: Settings, fields: Fields) -> Fields:
+    """Its positions begin after the padding's, and the table has rows for those before it too."""
+    first = (1 if settings.get("pad_token_id") is None else settings["pad_token_id"]) + 1
+    return {"first_position": first, "context": fields["context"] - first}
+
+
+def _inner_default(settings: Settings, fields: Fields) -> Fields:
+    return {"inner": fields["inner"] or 4 * fields["embed_dim"]}
+
+
+# ----------------------------------------------------------------------------------------------------
+# The tables
+
+_BERT_FIELDS = {
+    "layers": at("num_hidden_layers"),
+    "embed_dim": at("hidden_size"),
+    "num_heads": at("num_attention_heads"),
+    "inner": at("intermediate_size"),
+    "vocabulary": at("vocab_size"),
+    "context": at("max_position_embeddings"),
+    "token_types": at("type_vocab_size", default=0),
+    "activation": at("hidden_act", default="gelu"),
+    "norm_eps": at("layer_norm_eps", default=1e-12),
+}
+_POST = {"order": "post", "norm": "layer", "positions": "learned"}
+
+_BERT = Family(
+    name="bert",
+    kind="encoder",
+    fields=_BERT_FIELDS,
+    fixed=_POST,
+    only={"position_embedding_type": ("absolute",), "is_decoder": (False,), "add_cross_attention": (False,)},
+    prefix="bert.",
+    keys={
+        "embedding.tokens.weight": "embeddings.word_embeddings.weight",
+        "embedding.places.weight": "embeddings.position_embeddings.weight",
+        "embedding.types.weight": "embeddings.token_type_embeddings.weight",
+        **linear(
+            **{
+                "embedding.norm": "embeddings.LayerNorm",
+                "blocks.{i}.attention_norm": "encoder.layer.{i}.attention.output.LayerNorm",
+                "blocks.{i}.mlp.up": "encoder.layer.{i}.intermediate.dense",
+                "blocks.{i}.mlp.down": "encoder.layer.{i}.output.dense",
+                "blocks.{i}.mlp_norm": "encoder.layer.{i}.output.LayerNorm",
+            }
+        ),
+    },
+    attention=("bert", "encoder.layer.{i}.attention."),
+    beside=(r"embeddings\.(position_ids|token_type_ids)", r"pooler\..*", r"(cls|classifier|lm_head|qa_outputs)\..*"),
+)
+
+_ROBERTA = Family(
+    name="roberta",
+    kind="encoder",
+    fields=_BERT_FIELDS | {"norm_eps": at("layer_norm_eps", default=1e-5)},
+    fixed=_POST,
+    derived=(_roberta_context,),
+    only=_BERT.only,
+    prefix="roberta.",
+    keys=_BERT.keys,
+    attention=_BERT.attention,
+    beside=_BERT.beside,
+)
+
+_DISTILBERT = Family(
+    name="distilbert",
+    kind="encoder",
+    fields={
+        "layers": at("n_layers", "num_hidden_layers"),
+        "embed_dim": at("dim", "hidden_size"),
+        "num_heads": at("n_heads", "num_attention_heads"),
+        "inner": at("hidden_dim"),
+        "vocabulary": at("vocab_size"),
+        "context": at("max_position_embeddings"),
+        "activation": at("activation", default="gelu"),
+    },
+    fixed=_POST | {"norm_eps": 1e-12},
+    prefix="distilbert.",
+    keys={
+        "embedding.tokens.weight": "embeddings.word_embeddings.weight",
+        "embedding.places.weight": "embeddings.position_embeddings.weight",
+        **linear(
+            **{
+                "embedding.norm": "embeddings.LayerNorm",
+                "blocks.{i}.attention_norm": "transformer.layer.{i}.sa_layer_norm",
+                "blocks.{i}.mlp.up": "transformer.layer.{i}.ffn.lin1",
+                "blocks.{i}.mlp.down": "transformer.layer.{i}.ffn.lin2",
+                "blocks.{i}.mlp_norm": "transformer.layer.{i}.output_layer_norm",
+            }
+        ),
+    },
+    attention=("distilbert", "transformer.layer.{i}.attention."),
+    beside=(r"embeddings\.position_ids", r"(vocab_\w+|pre_classifier|classifier|qa_outputs)\..*"),
+)
+
+_GPT2 = Family(
+    name="gpt2",
+    kind="decoder",
+    fields={
+        "layers": at("n_layer", "num_hidden_layers"),
+        "embed_dim": at("n_embd", "hidden_size"),
+        "num_heads": at("n_head", "num_attention_heads"),
+        "inner": at("n_inner", default=None),
+        "vocabulary": at("vocab_size"),
+        "context": at("n_positions", "n_ctx", "max_position_embeddings"),
+        "activation": at("activation_function", default="gelu_new"),
+        "norm_eps": at("layer_norm_epsilon", default=1e-5),
+        "tied": at("tie_word_embeddings", default=True),
+    },
+    fixed={"order": "pre", "norm": "layer", "positions": "learned"},
+    derived=(_inner_default, _gpt2_scales),
+    only={"add_cross_attention": (False,)},
+    prefix="transformer.",
+    keys={
+        "embedding.tokens.weight": "wte.weight",
+        "embedding.places.weight": "wpe.weight",
+        "head.weight": "lm_head.weight",
+        **linear(
+            **{
+                "blocks.{i}.attention_norm": "h.{i}.ln_1",
+                "blocks.{i}.mlp_norm": "h.{i}.ln_2",
+                "blocks.{i}.mlp.up": "h.{i}.mlp.c_fc",
+                "blocks.{i}.mlp.down": "h.{i}.mlp.c_proj",
+                "norm": "ln_f",
+            }
+        ),
+    },
+    attention=("gpt2", "h.{i}.attn."),
+    transposed=True,
+    beside=(r"h\.\d+\.attn\.(bias|masked_bias)", r"(score|classifier|multiple_choice_head)\..*"),
+)
+
+_NEOX = Family(
+    name="gpt_neox",
+    kind="decoder",
+    fields={
+        "layers": at("num_hidden_layers"),
+        "embed_dim": at("hidden_size"),
+        "num_heads": at("num_attention_heads"),
+        "inner": at("intermediate_size"),
+        "vocabulary": at("vocab_size"),
+        "context": at("max_position_embeddings"),
+        "activation": at("hidden_act", default="gelu"),
+        "norm_eps": at("layer_norm_eps", default=1e-5),
+        "bias": at("attention_bias", default=True),
+        "tied": at("tie_word_embeddings", default=False),
+    },
+    fixed={"norm": "layer"},
+    derived=(
+        lambda settings, _: {"order": "parallel" if settings.get("use_parallel_residual", True) else "pre"},
+        lambda settings, fields: _rotary({"rotary_pct": 0.25, **settings}, fields),
+    ),
+    prefix="gpt_neox.",
+    keys={
+        "embedding.tokens.weight": "embed_in.weight",
+        "head.weight": "embed_out.weight",
+        **linear(
+            **{
+                "blocks.{i}.attention_norm": "layers.{i}.input_layernorm",
+                "blocks.{i}.mlp_norm": "layers.{i}.post_attention_layernorm",
+                "blocks.{i}.mlp.up": "layers.{i}.mlp.dense_h_to_4h",
+                "blocks.{i}.mlp.down": "layers.{i}.mlp.dense_4h_to_h",
+                "norm": "final_layer_norm",
+            }
+        ),
+    },
+    attention=("neox", "layers.{i}.attention."),
+    beside=(r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)", r"rotary_emb\.inv_freq",
+            r"(score|classifier|qa_outputs)\..*"),
+)  # fmt: skip
+
+_LLAMA_FIELDS = {
+    "layers": at("num_hidden_layers"),
+    "embed_dim": at("hidden_size"),
+    "num_heads": at("num_attention_heads"),
+    "num_kv_heads": at("num_key_value_heads", default=None),
+    "head_dim": at("head_dim", default=None),
+    "inner": at("intermediate_size"),
+    "vocabulary": at("vocab_size"),
+    "context": at("max_position_embeddings", default=None),
+    "activation": at("hidden_act", default="silu"),
+    "norm_eps": at("rms_norm_eps", default=1e-6),
+    "bias": at("attention_bias", default=False),
+    "mlp_bias": at("mlp_bias", default=False),
+    "tied": at("tie_word_embeddings", default=False),
+}
+
+
+def _llama(name: str, *, fields: Mapping[str, At] | None = None, **fixed: Any) -> Family:
+    """Llama, and those that differ from it by a field or two."""
+    own = {key: where for key, where in (_LLAMA_FIELDS | dict(fields or {})).items() if key not in fixed}
+    return Family(
+        name=name,
+        kind="decoder",
+        fields=own,
+        fixed={"order": "pre", "norm": "rms", "gated": True, **fixed},
+        derived=(_rotary, _windows),
+        prefix="model.",
+        keys={
+            "embedding.tokens.weight": "embed_tokens.weight",
+            "head.weight": "lm_head.weight",
+            "norm.weight": "norm.weight",
+            "blocks.{i}.attention_norm.weight": "layers.{i}.input_layernorm.weight",
+            "blocks.{i}.mlp_norm.weight": "layers.{i}.post_attention_layernorm.weight",
+            **linear(
+                **{
+                    "blocks.{i}.mlp.gate": "layers.{i}.mlp.gate_proj",
+                    "blocks.{i}.mlp.up": "layers.{i}.mlp.up_proj",
+                    "blocks.{i}.mlp.down": "layers.{i}.mlp.down_proj",
+                }
+            ),
+        },
+        attention=("llama", "layers.{i}.self_attn."),
+        beside=(r"(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq", r"(score|classifier|qa_outputs)\..*"),
+    )
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        _BERT,
+        _ROBERTA,
+        _DISTILBERT,
+        _GPT2,
+        _NEOX,
+        _llama("llama"),
+        _llama("mistral", bias=False),
+        _llama("qwen2", bias=True, out_bias=False),
+        _llama("qwen3", qk_norm="rms"),
+    )
+}
+_ALSO = {"xlm-roberta": "roberta", "camembert": "roberta"}  # the same under another name
+
+
+def family_of(settings: Settings) -> Family:
+    """The family that a config.json belongs to."""
+    name = settings.get("model_type")
+    name = _ALSO.get(str(name), name)
+    if name not in FAMILIES:
+        received = "no model_type" if name is None else f"model_type {name!r}"
+        raise bad_value("config.json", expected=f"a model of one of the families {', '.join(FAMILIES)}",
+                        received=received, remedy=WATCH)  # fmt: skip
+    return FAMILIES[name]

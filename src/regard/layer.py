@@ -30,6 +30,7 @@ from regard.errors import bad_type, bad_value, shape_of
 from regard.linear import project
 from regard.masks import Mask, as_mask
 from regard.positions import Alibi, RelativeBias, Rotary, Saturated, as_biases
+from regard.walk import Step, table
 
 __all__ = ["AttentionBlock", "MultiHeadAttention"]
 
@@ -373,52 +374,42 @@ class MultiHeadAttention(nn.Module):
         total                                             768          4,640
         cache: 64 bytes per token (2 kv heads x (4 + 4) x 4 bytes)
         """
+        g, d, e, size = self.num_kv_heads, self.head_dim, self.value_head_dim, self.k_proj.weight.element_size()
+        cache = f"cache: {g * (d + e) * size:,} bytes per token ({g} kv heads x ({d} + {e}) x {size} bytes)"
+        return f"{table(self.walk(tokens, batch=batch))}\n{cache}"
+
+    def walk(self, tokens: int, *, batch: int = 1) -> list[Step]:
+        """The steps that `describe` shows."""
         h, g, d, e = self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim
         b, n = batch, tokens
-        rows: list[tuple[str, str, tuple[int, ...] | None, int | None, int | None]] = []
 
-        def project(step: str, name: str) -> None:
+        def through(step: str, name: str) -> Step:
             linear: nn.Linear = getattr(self, name)
             count = sum(p.numel() for p in linear.parameters())
-            rows.append((step, name, (b, n, linear.out_features), count, b * n * linear.weight.numel()))
+            return Step(step, name, (b, n, linear.out_features), count, b * n * linear.weight.numel())
 
-        project("project", "q_proj")
-        project("", "k_proj")
-        project("", "v_proj")
-        rows += [
-            ("split", f"{h} heads of q", (b, h, n, d), None, None),
-            ("", f"{g} heads of k", (b, g, n, d), None, None),
-            ("", f"{g} heads of v", (b, g, n, e), None, None),
+        steps = [
+            through("project", "q_proj"),
+            through("", "k_proj"),
+            through("", "v_proj"),
+            Step("split", f"{h} heads of q", (b, h, n, d)),
+            Step("", f"{g} heads of k", (b, g, n, d)),
+            Step("", f"{g} heads of v", (b, g, n, e)),
         ]
         if self.q_norm is not None and self.k_norm is not None:
             count = sum(p.numel() for norm in (self.q_norm, self.k_norm) for p in norm.parameters())
-            rows.append(("", f"{type(self.q_norm).__name__} of q and k", (b, h, n, d), count, None))
+            steps.append(Step("", f"{type(self.q_norm).__name__} of q and k", (b, h, n, d), count))
         if self.position_encoding is not None:
             count = sum(p.numel() for p in self.position_encoding.parameters())
-            rows.append(("place", f"{type(self.position_encoding).__name__}", None, count or None, None))
+            steps.append(Step("place", f"{type(self.position_encoding).__name__}", None, count or None))
         scale = d**-0.5 if self.scale is None else self.scale
         cap = "" if self.softcap is None else f", capped at {self.softcap:g}"
-        rows.append(("score", f"q k^T * {scale:.4g}{cap}", (b, h, n, n), None, b * h * n * n * d))
+        steps.append(Step("score", f"q k^T * {scale:.4g}{cap}", (b, h, n, n), None, b * h * n * n * d))
         sinks = "" if self.sinks is None else " with sinks"
         count = None if self.sinks is None else self.sinks.numel()
-        rows.append(("weigh", f"softmax{sinks}, times v", (b, h, n, e), count, b * h * n * n * e))
-        rows.append(("merge", "heads side by side", (b, n, h * e), None, None))
-        project("project", "out_proj")
-        total = sum(row[3] or 0 for row in rows), sum(row[4] or 0 for row in rows)
-        cells: list[tuple[str, ...]] = [("step", "what", "shape", "parameters", "multiply-adds")]
-        for step, what, shape, *counts in (*rows, ("total", "", None, *total)):
-            cells.append((step, what, str(shape or ""), *("" if x is None else f"{x:,}" for x in counts)))
-        wide = [max(len(row[i]) for row in cells) for i in range(5)]
-        lines = [
-            "  ".join(
-                (*(cell.ljust(w) for cell, w in zip(row[:3], wide, strict=False)), *map(str.rjust, row[3:], wide[3:]))
-            )
-            for row in cells
-        ]
-        lines = [line.rstrip() for line in lines]
-        size = self.k_proj.weight.element_size()
-        lines.append(f"cache: {g * (d + e) * size:,} bytes per token ({g} kv heads x ({d} + {e}) x {size} bytes)")
-        return "\n".join(lines)
+        steps.append(Step("weigh", f"softmax{sinks}, times v", (b, h, n, e), count, b * h * n * n * e))
+        steps.append(Step("merge", "heads side by side", (b, n, h * e)))
+        return [*steps, through("project", "out_proj")]
 
     def extra_repr(self) -> str:
         parts = [f"{self.embed_dim}, num_heads={self.num_heads}"]

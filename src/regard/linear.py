@@ -9,8 +9,8 @@ no hook, no compiler, no mode, a plain `nn.Linear`), oneDNN does the same produc
     project(linear, x, times=y)             linear(x) * y
 
 Everywhere else it is just these formulas in torch. The weights stay where they are: nothing is copied, so nothing can
-be out of date. Work that uses the same weights many times, a few rows at a time (generation), may say `with packed(...)`
-around it: oneDNN then has a copy of them in its own order, for as long as they do not change.
+be out of date. Work that uses the same weights many times, a few rows at a time (generation), may say
+`with packed(...)` around it: oneDNN then has a copy of them in its own order, for as long as they do not change.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
         separate.layout, llama.layout, meta_llama.layout, w_q.layout, w_qs.layout, qkv_layer.layout, neox.layout,
-        torch_mha.layout, gpt2.layout, nanogpt.layout, bert.layout, distilbert.layout, timm.layout, wqkv.layout, wqkv.modernbert,
-        t5.layout,
+        torch_mha.layout, gpt2.layout, nanogpt.layout, bert.layout, distilbert.layout, timm.layout, wqkv.layout,
+        wqkv.modernbert, t5.layout,
     )
 }  # fmt: skip
 

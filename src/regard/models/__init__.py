@@ -9,7 +9,7 @@ from regard.models.decoder import Decoder
 from regard.models.embedded import EMBEDDED, Embedded
 from regard.models.encoder import Encoder
 from regard.models.families import FAMILIES
-from regard.models.loading import blank, load
+from regard.models.loading import blank, load, source
 from regard.models.text import Batch
 
-__all__ = ["EMBEDDED", "FAMILIES", "Batch", "Decoder", "Embedded", "Encoder", "ModelConfig", "blank", "load"]
+__all__ = ["EMBEDDED", "FAMILIES", "Batch", "Decoder", "Embedded", "Encoder", "ModelConfig", "blank", "load", "source"]

@@ -6,7 +6,7 @@ Letters: B batch, N new tokens, M tokens so far (cached and new), W model width,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -108,10 +108,6 @@ class Decoder(TextModel):
                             "go on past the last of them", received=window)  # fmt: skip
         return [RollingCache(window, keep_first) for _ in self.blocks]
 
-    @overload
-    def generate(self, text: str, max_new_tokens: int = ..., **options) -> str: ...
-    @overload
-    def generate(self, text: Sequence[str], max_new_tokens: int = ..., **options) -> list[str]: ...
     def generate(
         self,
         text: str | Sequence[str],
@@ -186,7 +182,7 @@ class Decoder(TextModel):
             raise bad_value("cache", expected=f"one per layer, {len(self.blocks)}", received=len(cache),
                             remedy="model.new_cache()")  # fmt: skip
         elif keep is not None and isinstance(cache[0], RollingCache):
-            raise bad_value("keep", expected="None: a RollingCache forgets, so no flag can be said for each of its keys",
+            raise bad_value("keep", expected="None: a RollingCache forgets, so there is no flag for each key",
                             received="a tensor", remedy="rows of one length, or a KVCache")  # fmt: skip
         else:
             held = len(cache[0])

@@ -1,7 +1,7 @@
 """GGUF files of the Llama family: what they say in the words of a config.json, and their tensors, dequantised.
 
-A GGUF file holds everything in one: sizes, tokenizer, weights, most of them quantised. Its names are translated to those
-of the safetensors files of the same family, so that one table (`families.py`) serves both.
+A GGUF file holds everything in one: sizes, tokenizer, weights, most of them quantised. Its names are translated to
+those of the safetensors files of the same family, so that one table (`families.py`) serves both.
 """
 
 from __future__ import annotations

@@ -17,7 +17,15 @@ _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 
 # The rules by which text is cut before the merges, by the name that GGUF gives them: a regular expression; None for
 # GPT-2's own; and whether each digit stands alone.
-_NUMBERS_UP_TO_3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_NUMBERS_UP_TO_3 = "|".join(
+    (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",  # endings of English contractions
+        r"[^\r\n\p{L}\p{N}]?\p{L}+",  # a word, with what stands before it
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",  # marks
+        r"\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
 _NUMBERS_OF_1 = _NUMBERS_UP_TO_3.replace(r"\p{N}{1,3}", r"\p{N}")
 _CUTS: dict[str, tuple[str | None, bool]] = {
     "gpt-2": (None, False),

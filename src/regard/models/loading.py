@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,12 @@ class Source:
 
 
 def load(
-    name: str | os.PathLike[str] = "minilm", *, dtype: torch.dtype | None = None, check: bool = True
-) -> Encoder | Decoder:
+    name: str | os.PathLike[str] = "minilm",
+    *,
+    dtype: torch.dtype | None = None,
+    check: bool = True,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] | None = None,
+) -> Any:
     """A trained model, ready to use, in eval mode.
 
     Args:
@@ -65,6 +69,10 @@ def load(
             config.json, safetensors and tokenizer.json, or of a GGUF file.
         dtype: float32, bfloat16, float16 or float64; by default as stored (a GGUF file: float32).
         check: whether the weights of an embedded model are compared with their known SHA-256.
+        progress: wraps the tensors as they are read, such as `rich.progress.track`.
+
+    Returns:
+        An `Encoder` or a `Decoder`.
 
     >>> model = load("minilm")
     >>> model(model.encode("Hello, world!")).shape
@@ -74,20 +82,28 @@ def load(
         raise bad_type("dtype", expected=" or ".join(map(str, _DTYPES)), received=repr(dtype))
     found = source(name, check=check)
     model, matched, unused = _matched(found)
-    tokens = matched["embedding.tokens.weight"]
-    stored = found.weights.dtypes[tokens.names[0]]
-    dtype = dtype or (stored if stored in _DTYPES else torch.float32)
+    dtype = dtype or _stored_dtype(found, matched)
     model.tokenizer, model.unused = found.tokenizer(), unused
-    _fill(model, {key: match.read(found.weights, dtype) for key, match in matched.items()})
+    items = list(matched.items())
+    _fill(
+        model,
+        {key: match.read(found.weights, dtype) for key, match in (items if progress is None else progress(items))},
+    )
     return model.eval()
 
 
 def blank(name: str | os.PathLike[str] = "minilm", *, check: bool = False) -> Encoder | Decoder:
     """The same model with shapes and no numbers, on the meta device: for describing it. No weight is read."""
     found = source(name, check=check)
-    model, _, unused = _matched(found)
+    model, matched, unused = _matched(found)
     model.unused = unused
-    return model.eval()
+    return model.to(_stored_dtype(found, matched)).eval()
+
+
+def _stored_dtype(found: Source, matched: Mapping[str, _Match]) -> torch.dtype:
+    """What the token embedding is stored as: the whole model is held in one dtype."""
+    stored = found.weights.dtypes[matched["embedding.tokens.weight"].names[0]]
+    return stored if stored in _DTYPES else torch.float32
 
 
 def source(name: str | os.PathLike[str], *, check: bool = True) -> Source:
@@ -101,8 +117,8 @@ def source(name: str | os.PathLike[str], *, check: bool = True) -> Source:
         path = Path(name).expanduser()
         if not path.exists():
             near = difflib.get_close_matches(short, embedded.EMBEDDED, n=1)
-            raise bad_value("model", expected=f"one of {', '.join(embedded.EMBEDDED)}, or the path of a folder or GGUF "
-                            "file", received=repr(short), remedy=f"did you mean {near[0]!r}?" if near else "")  # fmt: skip
+            raise bad_value("model", expected=f"one of {', '.join(embedded.EMBEDDED)}, or a folder or GGUF file",
+                            received=repr(short), remedy=f"did you mean {near[0]!r}?" if near else "")  # fmt: skip
         short = path.stem if path.is_file() else path.resolve().name
     if path.is_file():
         if path.suffix == ".safetensors" or path.name == "config.json":
@@ -220,7 +236,7 @@ def _matched(found: Source) -> tuple[Encoder | Decoder, dict[str, _Match], tuple
     tied = {name for name, plain in left.items() if config.tied and plain == family.keys.get("head.weight")}
     strange = sorted(name for name, plain in left.items() if not family.is_beside(plain) and name not in tied)
     if strange:
-        raise bad_value(str(found.path), expected=f"no tensors but those of a {family.name} model with {_sizes(config)}",
+        raise bad_value(str(found.path), expected=f"only tensors of a {family.name} model with {_sizes(config)}",
                         received=f"{len(strange)} more, such as {strange[0]!r}",
                         remedy="config.json and the weights belong to different models")  # fmt: skip
     heads = (name for name, plain in left.items() if not plain.endswith(_BUFFERS) and name not in tied)
@@ -251,9 +267,7 @@ def _match(key: str, there: Mapping[str, str], found: Source, config: ModelConfi
     else:
         layout, prefix = LAYOUTS[family.attention[0]], family.attention[1].format(i=layer)
         ours = inner.removeprefix("attention.")
-        stem, part = ours.rsplit(".", 1)
-        own = layout.keys.get(ours) or layout.keys[f"qkv.{part}"] if f"qkv.{part}" in layout.keys else layout.keys[ours]
-        own = layout.keys.get(ours, own)
+        own = layout.keys.get(ours) or layout.keys[f"qkv.{ours.rsplit('.', 1)[1]}"]
         out = layout.keys["out_proj.weight"]  # from which the layout reads the inner width
         keys = tuple(dict.fromkeys((own, out)))
         for needed in keys:
@@ -297,7 +311,7 @@ def _sizes(config: ModelConfig) -> str:
 
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Put the tensors into the model in the place of its shapes."""
-    for name, module in _modules(model):
+    for name, module in model.named_modules():
         for own, parameter in list(module.named_parameters(recurse=False)):
             key = f"{name}.{own}" if name else own
             if key in tensors:
@@ -305,7 +319,3 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     if isinstance(model, Decoder):
         model.tie()
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())), "a tensor was left out"
-
-
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    yield from model.named_modules()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,8 +21,8 @@ class Weights(Protocol):
     """Tensors by name, in a file."""
 
     where: str  # for messages
-    shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, torch.dtype]
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
 
     def read(self, name: str) -> Tensor:
         """The tensor itself."""

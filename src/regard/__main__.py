@@ -1,0 +1,20 @@
+"""`python -m regard`, and the `regard` command: the terminal's way in, or what to install for it."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        from regard.cli import main as run
+    except ImportError as error:
+        sys.exit(f"error: {error}")
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""`regard` in the terminal. Thin: each verb is one library call.
+
+regard models                      what is installed
+regard describe smollm2            the walk of a text through one layer, with real shapes
+regard embed "a cat" "a kitten"    sentence embeddings, and how alike they are
+regard generate "Once upon a"      text, as it is written
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+
+from regard import models
+from regard.errors import missing_extra
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+except ImportError as _error:
+    raise missing_extra(_error.name or "typer", "cli") from _error
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="Multi-head attention that you can see into.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+_out = Console(highlight=False, soft_wrap=True)
+_aside = Console(stderr=True, highlight=False)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+Model = Annotated[str, typer.Option("--model", "-m", help="minilm, smollm2, a folder, or a GGUF file.")]
+Dtype = Annotated[str | None, typer.Option(help=f"{', '.join(_DTYPES)}; as stored by default.")]
+Check = Annotated[bool, typer.Option("--check/--no-check", help="Compare embedded weights with their known SHA-256.")]
+
+
+@app.command(name="models")
+def list_models() -> None:
+    """What is installed: shapes and heads; and how to install the rest."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("name", "what", "layers x heads", "width", "context", "parameters", "file"):
+        right = column in ("width", "context", "parameters", "file")
+        table.add_column(column, justify="right" if right else "left", no_wrap=True)
+    missing = []
+    for name, embedded in models.EMBEDDED.items():
+        if embedded.installed() is None:
+            missing.append(embedded)
+            continue
+        model, size = models.blank(name), models.source(name, check=False).size
+        config = model.config
+        kv = config.num_kv_heads or config.num_heads
+        heads = f"{config.layers} x {config.num_heads}" + ("" if kv == config.num_heads else f" ({kv} kv)")
+        count = sum(p.numel() for p in model.parameters())
+        table.add_row(name, f"{config.family} {config.kind}", heads, f"{config.embed_dim:,}",
+                      f"{config.context:,}" if config.context else "-", f"{count / 1e6:,.1f} M",
+                      f"{size / 2**20:,.0f} MB")  # fmt: skip
+    if table.row_count:
+        _out.print(table)
+    for embedded in missing:
+        _out.print(f"{embedded.name}: not installed ({embedded.about})\n  {embedded.install}", markup=False)
+    families = ", ".join(models.FAMILIES)
+    _out.print(f"\nAlso any folder with config.json and safetensors of the families {families},")
+    _out.print("and GGUF files of the Llama family: regard describe PATH")
+
+
+@app.command()
+def describe(
+    model: Annotated[str, typer.Argument(help="minilm, smollm2, a folder, or a GGUF file.")] = "minilm",
+    tokens: Annotated[int, typer.Option(min=1, help="The length of the text.")] = 128,
+) -> None:
+    """The walk of a text through one layer, with real shapes and sizes. No weight is read."""
+    _out.print(models.blank(model).describe(tokens), markup=False)
+
+
+@app.command()
+def embed(
+    texts: Annotated[list[str], typer.Argument(help="Texts; - reads lines from standard input.")],
+    model: Model = "minilm",
+    dtype: Dtype = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The vectors as JSON, one list for each text.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Write the vectors to a safetensors file.")] = None,
+    check: Check = True,
+) -> None:
+    """Sentence embeddings: how alike the texts are, or the vectors themselves."""
+    lines = _lines(texts)
+    encoder = _load(model, dtype, check)
+    if not isinstance(encoder, models.Encoder):
+        raise ValueError(f"model: expected an encoder, received {model!r}, a decoder; remedy: regard generate")
+    vectors = encoder.embed(lines, progress=_track("Embedding"))
+    if out is not None:
+        from safetensors.torch import save_file
+
+        save_file({"embeddings": vectors}, out)
+        _aside.print(f"{tuple(vectors.shape)} written to {out}", markup=False)
+    elif as_json:
+        print(json.dumps(vectors.tolist()))
+    else:
+        _print_similarities(lines, vectors.float())
+
+
+@app.command()
+def generate(
+    text: Annotated[str, typer.Argument(help="The beginning; - reads standard input.")],
+    model: Model = "smollm2",
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=0, help="At most so many more.")] = 64,
+    temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw among the k likeliest only.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw among the likeliest of this probability only.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Draw the same again.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this string (may be repeated).")] = None,
+    window: Annotated[
+        int | None, typer.Option(help="Remember so many tokens only: bounded memory, text without end.")
+    ] = None,
+    dtype: Dtype = None,
+    check: Check = True,
+) -> None:
+    """Text after a beginning, as it is written."""
+    start = sys.stdin.read() if text == "-" else text
+    decoder = _load(model, dtype, check)
+    if not isinstance(decoder, models.Decoder):
+        raise ValueError(f"model: expected a decoder, received {model!r}, an encoder; remedy: regard embed")
+    cache = None if window is None else decoder.new_cache(window)
+    for piece in decoder.stream(start, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+                                stop=stop or (), cache=cache):  # fmt: skip
+        print(piece, end="", flush=True)
+    print()
+
+
+def _load(name: str, dtype: str | None, check: bool) -> Any:
+    if dtype is not None and dtype not in _DTYPES:
+        raise ValueError(f"dtype: expected one of {', '.join(_DTYPES)}, received {dtype!r}")
+    wanted = None if dtype is None else _DTYPES[dtype]
+    return models.load(name, dtype=wanted, check=check, progress=_track(f"Loading {name}"))
+
+
+def _lines(texts: list[str]) -> list[str]:
+    lines = [line for text in texts for line in (sys.stdin.read().splitlines() if text == "-" else [text])]
+    if not lines:
+        raise ValueError("texts: expected at least one, received none")
+    return lines
+
+
+def _print_similarities(texts: list[str], vectors: torch.Tensor) -> None:
+    """A vector in short; for several texts, the cosine of each with each."""
+    if len(texts) == 1:
+        numbers = " ".join(f"{x:+.4f}" for x in vectors[0, :8].tolist())
+        _out.print(f"{vectors.shape[1]} numbers, length {vectors[0].norm():.4f}: {numbers} ...", markup=False)
+        return
+    alike = torch.nn.functional.normalize(vectors, dim=-1)
+    alike = alike @ alike.T
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("cosine")
+    for i in range(len(texts)):
+        table.add_column(str(i + 1), justify="right")
+    for i, text in enumerate(texts):
+        short = text if len(text) <= 48 else text[:47] + "…"
+        table.add_row(f"{i + 1}  {short}".replace("[", r"\["), *(f"{x:.3f}" for x in alike[i].tolist()))
+    _out.print(table)
+
+
+def _track(what: str) -> Any:
+    """Wraps what is worked through; a bar appears where it takes more than a second."""
+
+    def track(items: Iterable[Any]) -> Iterator[Any]:
+        items = list(items)
+        bar, begun, task = Progress(console=_aside, transient=True), time.monotonic(), None
+        try:
+            for done, item in enumerate(items):
+                if task is not None:
+                    bar.update(task, completed=done)
+                elif time.monotonic() - begun > 1 and _aside.is_terminal:
+                    bar.start()
+                    task = bar.add_task(what, total=len(items), completed=done)
+                yield item
+        finally:
+            bar.stop()
+
+    return track
+
+
+def main() -> None:
+    """The entry point: what the caller got wrong is said in one line, without a traceback."""
+    try:
+        app()
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        _aside.print(f"[bold red]error[/bold red] {str(error).replace('[', chr(92) + '[')}", soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

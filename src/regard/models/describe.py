@@ -1,0 +1,77 @@
+"""A model in words and numbers: what it is, and the walk of a text through one of its layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from regard.models.parts import Block
+from regard.walk import Step, table
+
+if TYPE_CHECKING:
+    from regard.models.text import TextModel
+
+__all__ = ["describe", "facts", "walk"]
+
+
+def facts(model: TextModel) -> dict[str, str]:
+    """What a model is, in a few lines of name and value."""
+    config = model.config
+    kv, width = config.num_kv_heads or config.num_heads, config.head_dim or config.embed_dim // config.num_heads
+    shared = "" if kv == config.num_heads else f", {kv} kv heads"
+    parameters = sum(p.numel() for p in model.parameters())
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    seen = sorted({window for i in range(config.layers) if (window := config.window_of(i)) is not None})
+    lines = {
+        "family": f"{config.family}, {config.kind}",
+        "layers": f"{config.layers}, each with {config.num_heads} heads of width {width}{shared}",
+        "widths": f"{config.embed_dim:,} (model), {config.inner:,} (feed-forward), {config.vocabulary:,} (vocabulary)",
+        "positions": f"{config.positions}, {config.context:,} tokens" if config.context else config.positions,
+        "parameters": f"{parameters:,} ({str(model.dtype).removeprefix('torch.')}, {size / 2**20:,.1f} MB)",
+    }
+    if seen:
+        lines["window"] = ", ".join(map(str, seen)) + " tokens"
+    if config.kind == "decoder":
+        element = next(model.parameters()).element_size()
+        lines["cache"] = f"{config.layers * kv * 2 * width * element:,} bytes per token, all layers together"
+    if model.unused:
+        lines["left aside"] = ", ".join(dict.fromkeys(name.rsplit(".", 1)[0] for name in model.unused))
+    return lines
+
+
+def walk(block: Block, tokens: int) -> list[Step]:
+    """The steps of a text of `tokens` through one block, attention and feed-forward part."""
+    width = block.attention.embed_dim
+    shape = (1, tokens, width)
+
+    def norm(module: nn.Module) -> Step:
+        return Step("norm", type(module).__name__, shape, sum(p.numel() for p in module.parameters()))
+
+    def through(step: str, name: str, what: str) -> Step:
+        linear: nn.Linear = getattr(block.mlp, name)
+        count = sum(p.numel() for p in linear.parameters())
+        return Step(step, what, (1, tokens, linear.out_features), count, tokens * linear.weight.numel())
+
+    mlp = block.mlp
+    inner = [through("widen", "up", f"mlp.up, {mlp.activation}" if mlp.gate is None else "mlp.up, times the gate")]
+    if mlp.gate is not None:
+        inner.insert(0, through("gate", "gate", f"mlp.gate, {mlp.activation}"))
+    inner.append(through("narrow", "down", "mlp.down"))
+    first, second = norm(block.attention_norm), norm(block.mlp_norm)
+    attention, add = block.attention.walk(tokens), Step("add", "the residual", shape)
+    if block.order == "post":
+        return [*attention, add, first, *inner, add, second]
+    if block.order == "parallel":
+        return [first, *attention, second, *inner, Step("add", "both to the residual", shape)]
+    return [first, *attention, add, second, *inner, add]
+
+
+def describe(model: TextModel, tokens: int) -> str:
+    """See `TextModel.describe`."""
+    lines = facts(model)
+    wide = max(map(len, lines))
+    head = [model.name or model.config.family, *(f"  {name:<{wide}}  {value}" for name, value in lines.items())]
+    first = model.blocks[0]
+    assert isinstance(first, Block)
+    return "\n".join([*head, "", f"One layer of {model.config.layers}, {tokens:,} tokens:", table(walk(first, tokens))])

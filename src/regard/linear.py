@@ -15,6 +15,7 @@ be out of date. Work that uses the same weights many times, a few rows at a time
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -50,14 +51,6 @@ _ONEDNN = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("re
            "tanh": ("tanh", "")}  # fmt: skip
 # Below this many multiply-adds the two are as fast as each other, or MKL is the faster.
 _WORTHWHILE = 1 << 18
-_DTYPES = frozenset(
-    dtype
-    for dtype, there in (
-        (torch.float32, torch.backends.mkldnn.is_available()),
-        (torch.bfloat16, torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()),
-    )
-    if there and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-)
 
 
 def project(
@@ -112,7 +105,7 @@ def _weight_for_onednn(linear: nn.Module, x: Tensor, other: Tensor | None) -> Te
     if type(linear) is not nn.Linear or not x.is_cpu or _watched(linear):
         return None
     weight, bias = linear._parameters["weight"], linear._parameters["bias"]
-    if weight is None or weight.dtype not in _DTYPES or x.shape[-1] != weight.shape[1]:
+    if weight is None or weight.dtype not in _dtypes() or x.shape[-1] != weight.shape[1]:
         return None
     operands = [t for t in (x, weight, bias, other) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
@@ -125,6 +118,15 @@ def _weight_for_onednn(linear: nn.Module, x: Tensor, other: Tensor | None) -> Te
     if copy is not None and copy.users and copy.is_of(weight):
         return copy.packed
     return weight if x.numel() * weight.shape[0] >= _WORTHWHILE and weight.is_contiguous() else None
+
+
+@functools.cache
+def _dtypes() -> frozenset[torch.dtype]:
+    """What oneDNN multiplies well on this machine."""
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return frozenset()
+    narrow = {torch.bfloat16} if torch.ops.mkldnn._is_mkldnn_bf16_supported() else set()
+    return frozenset({torch.float32, *narrow})
 
 
 def _watched(linear: nn.Linear) -> bool:
@@ -208,7 +210,7 @@ def packed(linears: Iterable[nn.Module]) -> Iterator[None]:
 def _can_copy(weight: Tensor) -> bool:
     return (
         weight.device.type == "cpu"
-        and weight.dtype in _DTYPES
+        and weight.dtype in _dtypes()
         and weight.is_contiguous()
         and not weight.is_inference()  # such a tensor has no version
         and not traced(weight)

@@ -52,13 +52,17 @@ class Original:
 
     family: str
     options: dict[str, Any] = field(default_factory=dict)
-    kind: str = ""  # "AutoModel..."; by default what the family is for
+    kind: str = ""  # a class of transformers; by default what the family is for
 
     def make(self, seed: int = 0) -> Any:
         """The model itself, every parameter drawn anew, biases and norms too: none of them may be lost unseen."""
         config = transformers.AutoConfig.for_model(self.family, **SIZES[self.family] | SPECIAL | self.options)
         kind = self.kind or ("AutoModel" if self.family in SIZES and not is_decoder(self.family) else CAUSAL)
-        model = getattr(transformers, kind).from_config(config, attn_implementation="eager")
+        made = getattr(transformers, kind)
+        if hasattr(made, "from_config"):
+            model = made.from_config(config, attn_implementation="eager")
+        else:
+            model = made(config)
         return randomised(model, seed)
 
 
@@ -75,7 +79,7 @@ def randomised(module: nn.Module, seed: int) -> nn.Module:
     for name, parameter in module.named_parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
         norm = parameter.dim() == 1 and name.endswith("weight")
-        parameter.data = 1 + 0.3 * drawn if norm else 0.2 * drawn
+        parameter.data = 1 + 0.3 * drawn if norm else 0.15 * drawn
     return module.eval()
 
 

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from regard.cache import RollingCache
 from regard.errors import bad_type, bad_value
-from regard.linear import packed, project
+from regard.linear import project
 from regard.models.text import pad
 
 if TYPE_CHECKING:
@@ -89,8 +90,7 @@ def tokens(
                 held.truncate(lengths)  # type: ignore[union-attr]
         chosen = choose(project(model.head, states[:, -1]), rules, generator)
     yield chosen
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    with packed(linears if expected is None or expected >= _WORTH_PACKING else []):
+    with nullcontext() if expected is not None and expected < _WORTH_PACKING else model.packed():
         while True:
             with torch.inference_mode():
                 chosen = choose(model(chosen[:, None], cache=cache)[:, -1], rules, generator)

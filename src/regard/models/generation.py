@@ -90,11 +90,11 @@ def tokens(
                 held.truncate(lengths)  # type: ignore[union-attr]
         chosen = choose(project(model.head, states[:, -1]), rules, generator)
     yield chosen
-    with nullcontext() if expected is not None and expected < _WORTH_PACKING else model.packed():
-        while True:
-            with torch.inference_mode():
-                chosen = choose(model(chosen[:, None], cache=cache)[:, -1], rules, generator)
-            yield chosen
+    copies = nullcontext() if expected is not None and expected < _WORTH_PACKING else model.packed()
+    while True:
+        with copies, torch.inference_mode():  # between two tokens the caller is outside of both
+            chosen = choose(model(chosen[:, None], cache=cache)[:, -1], rules, generator)
+        yield chosen
 
 
 def _prefill(model: Decoder, ids: Tensor, cache: Cache) -> Tensor:

@@ -86,7 +86,7 @@ def project(
     rows, bias = x if x.dim() == 2 else x.reshape(-1, x.shape[-1]), linear._parameters["bias"]
     product = torch.ops.mkldnn._linear_pointwise
     if other is not None:
-        other = other.reshape(rows.shape[0], -1)
+        other = other.reshape(rows.shape[0], other.shape[-1])
         out = product.binary(rows, other, weight, bias, "mul" if add is None else "add")
     else:
         attribute, algorithm = _ONEDNN.get(activation, _ONEDNN[None])

@@ -6,7 +6,7 @@ Letters: W model width, H query heads, G kv heads, D head width, F width of the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 from regard.configurations import Configuration
 from regard.errors import bad_value
@@ -36,6 +36,7 @@ class ModelConfig(Configuration):
         tied: whether the head's weight is the token embedding's.
         bos, eos, pad: token ids; generation ends at any of `eos`.
         pooling: how `Encoder.embed` makes one vector of many: "mean" or "cls"; `normalised`: to length 1.
+        not_pooled: what `Encoder.embed` would have to do and cannot, in words: another pooling, a layer after it.
         embed_length: the longest text, in tokens, that `Encoder.embed` reads; the rest is cut. None: the context.
     """
 
@@ -60,6 +61,7 @@ class ModelConfig(Configuration):
     pooling: Literal["mean", "cls"] = "mean"
     normalised: bool = True
     embed_length: int | None = None
+    not_pooled: str = ""
 
     def __post_init__(self) -> None:
         for what in ("layers", "embed_dim", "num_heads", "vocabulary", "inner"):
@@ -70,6 +72,17 @@ class ModelConfig(Configuration):
             raise bad_value("num_kv_heads", expected=f"a divisor of num_heads = {self.num_heads}", received=kv_heads)
         if self.head_dim is None and self.embed_dim % self.num_heads:
             raise bad_value("num_heads", expected=f"a divisor of the width {self.embed_dim}", received=self.num_heads)
+        for what, given in (("head_dim", self.head_dim), ("context", self.context or None), ("window", self.window),
+                            *(("windows", window) for window in self.windows or ())):  # fmt: skip
+            if given is not None and (type(given) is not int or given < 1):
+                raise bad_value(what, expected="a positive integer, or None", received=repr(given))
+        for what in ("windows", "scales"):
+            if (given := getattr(self, what)) is not None and len(given) != self.layers:
+                raise bad_value(what, expected=f"one for each of {self.layers} layers", received=len(given))
+        for what in ("kind", "norm", "order", "pooling"):
+            allowed = get_args(get_type_hints(ModelConfig)[what])
+            if (given := getattr(self, what)) not in allowed:
+                raise bad_value(what, expected=" or ".join(map(repr, allowed)), received=repr(given))
         if self.activation not in ACTIVATIONS:
             raise bad_value("activation", expected=f"one of {', '.join(ACTIVATIONS)}", received=repr(self.activation))
         if self.positions == "learned" and not self.context:

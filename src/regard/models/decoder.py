@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from regard.cache import KVCache, RollingCache
@@ -84,10 +85,11 @@ class Decoder(TextModel):
             return x[0]
         held = self._check_cache(cache, keep, ids)
         x = self.embedding(ids, self._positions(ids, keep, held))
+        slots = self._slots(ids, keep, held)
         for i, block in enumerate(self.blocks):
             if states is not None:
                 states.append(x)
-            x = block(x, mask=self._mask(i, keep), cache=None if cache is None else cache[i])
+            x = block(x, mask=self._mask(i, keep), positions=slots, cache=None if cache is None else cache[i])
         x = self.norm(x)
         if states is not None:
             states.append(x)
@@ -173,6 +175,17 @@ class Decoder(TextModel):
         if isinstance(held, int):
             return held
         return held[:, None] + ids.new_ones(ids.shape[1]).cumsum(0) - 1
+
+    def _slots(self, ids: Tensor, keep: Tensor | None, held: Tensor | int) -> Tensor | None:
+        """Where the new tokens stand, (B, N), where padding lies between them and the cached ones: a batch padded on
+        the right that goes on. None where they follow each other."""
+        if keep is None or self.embedding.places is not None or isinstance(held, Tensor) or not held:
+            return None
+        slots = torch.arange(keep.shape[1], device=keep.device)
+        places = keep.int().argmax(1)[:, None] + keep.cumsum(1) - 1  # from each row's first token on
+        if not torch.compiler.is_compiling() and bool(((places == slots) | ~keep).all()):
+            return None
+        return places.clamp_(min=0)[:, -ids.shape[1] :]
 
     def _check_cache(self, cache: Cache | None, keep: Tensor | None, ids: Tensor) -> Tensor | int:
         """How many tokens the cache holds; (B,) where rows differ."""

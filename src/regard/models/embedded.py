@@ -6,6 +6,7 @@ its size or time of change differ. What was found is remembered in the user's ca
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -149,6 +150,10 @@ def _remember(path: str, seen: dict[str, object]) -> None:
         notes.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=notes.parent, delete=False, encoding="utf-8") as file:
             json.dump({**_remembered(), path: seen}, file, indent=1)
-        os.replace(file.name, notes)  # in one step: two processes may do it at once
     except (OSError, RuntimeError):
-        pass
+        return
+    try:
+        os.replace(file.name, notes)  # in one step: two processes may do it at once
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(file.name)

@@ -65,6 +65,8 @@ class Encoder(TextModel):
             if states is not None:
                 states[:] = [state[0] for state in states]
             return x[0]
+        if token_types is not None:
+            self._check_types(token_types, ids)
         if keep is not None and keep.shape != ids.shape:
             raise bad_value("keep", expected=f"one flag per token, {shape_of(ids)}", received=shape_of(keep))
         x = self.embedding(ids, 0 if keep is None else (keep.cumsum(1) - 1).clamp_(min=0), token_types)
@@ -76,6 +78,19 @@ class Encoder(TextModel):
         if states is not None:
             states.append(x)
         return x
+
+    def _check_types(self, types: Tensor, ids: Tensor) -> None:
+        """Raise where token types are not integers for each token, of those that were learned."""
+        if not isinstance(types, Tensor) or types.dtype not in (torch.int64, torch.int32):
+            received = f"dtype {types.dtype}" if isinstance(types, Tensor) else type(types).__name__
+            raise bad_type("token_types", expected="an integer tensor", received=received)
+        if types.shape != ids.shape:
+            raise bad_value("token_types", expected=f"one per token, {shape_of(ids)}", received=shape_of(types))
+        count = self.config.token_types
+        if count and types.device.type == "cpu" and not torch.compiler.is_compiling() and types.numel():
+            low, high = (int(edge) for edge in types.aminmax())
+            if low < 0 or high >= count:
+                raise bad_value("token_types", expected=f"from 0 to {count - 1}", received=low if low < 0 else high)
 
     def _mask(self, layer: int, keep: Tensor | None) -> Mask | None:
         """Who sees whom: all that is no padding, within the layer's window where it has one."""
@@ -107,6 +122,9 @@ class Encoder(TextModel):
             return self.embed([texts])[0]
         if not isinstance(texts, Sequence):
             raise bad_type("texts", expected="a text, or a list of texts", received=type(texts).__name__)
+        if self.config.not_pooled:
+            raise bad_value("embed", expected="a model pooled by the mean or the first token",
+                            received=self.config.not_pooled, remedy="model(ids) has the states to pool")  # fmt: skip
         if batch_size < 1:
             raise bad_value("batch_size", expected="at least 1", received=batch_size)
         if not texts:
@@ -131,7 +149,7 @@ class Encoder(TextModel):
     def _cut(self, text: str) -> list[int]:
         """The ids of a text, at most as many as the model reads, special tokens kept."""
         encoding = self._tokenize(text)
-        limit = self.config.embed_length or self.config.context
+        limit = min((n for n in (self.config.embed_length, self.config.context) if n), default=None)
         if limit is None or len(encoding.ids) <= limit:
             return encoding.ids
         ids, special = encoding.ids, encoding.special_tokens_mask

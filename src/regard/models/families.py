@@ -83,14 +83,19 @@ class Family:
             if settings.get(name, allowed[0]) not in allowed:
                 raise bad_value(f"config.json: {name}", expected=" or ".join(map(repr, allowed)),
                                 received=repr(settings[name]), remedy=WATCH)  # fmt: skip
+        if settings.get("quantization_config"):
+            raise bad_value("config.json: quantization_config", expected="none: weights as they are, or a GGUF file",
+                            received=repr(settings["quantization_config"]), remedy=WATCH)  # fmt: skip
         found: Fields = {"family": self.name, "kind": self.kind, "causal": self.kind == "decoder", **self.fixed}
         found |= {ours: where.read(settings) for ours, where in self.fields.items()}
+        for ours in ("layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "inner", "vocabulary", "context"):
+            given = found.get(ours)  # (what is derived divides by some of them, and counts by others)
+            if given is not None and (type(given) is not int or given < 1):
+                where = f"config.json: {' or '.join(self.fields[ours].names)}"
+                raise (bad_type if type(given) is not int else bad_value)(where, expected="a positive integer",
+                                                                          received=repr(given))  # fmt: skip
         for derive in (*self.derived, _activation, _special_tokens):
             found |= derive(settings, found)
-        for ours in ("layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "inner", "vocabulary"):
-            if found.get(ours) is not None and type(found[ours]) is not int:
-                raise bad_type(f"config.json: {' or '.join(self.fields[ours].names)}", expected="an integer",
-                               received=repr(found[ours]))  # fmt: skip
         try:
             return ModelConfig(**found)
         except ValueError as error:
@@ -122,7 +127,7 @@ _ACTIVATIONS = {
 
 
 def _activation(settings: Settings, fields: Fields) -> Fields:
-    if fields["activation"] not in _ACTIVATIONS:
+    if not isinstance(fields["activation"], str) or fields["activation"] not in _ACTIVATIONS:
         raise bad_value("config.json: the activation", expected=f"one of {', '.join(_ACTIVATIONS)}",
                         received=repr(fields["activation"]), remedy=WATCH)  # fmt: skip
     return {"activation": _ACTIVATIONS[fields["activation"]]}
@@ -132,12 +137,18 @@ def _special_tokens(settings: Settings, fields: Fields) -> Fields:
     """Token ids. Generation may end at several."""
     eos = settings.get("eos_token_id")
     ends = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
-    return {"bos": settings.get("bos_token_id"), "eos": ends, "pad": settings.get("pad_token_id")}
+    pad = settings.get("pad_token_id")
+    there = type(pad) is int and 0 <= pad < fields["vocabulary"]  # some say -1 for none, or one that was never added
+    return {"bos": settings.get("bos_token_id"), "eos": ends, "pad": pad if there else None}
 
 
 def _rotary(settings: Settings, fields: Fields) -> Fields:
     """Newer files have `rope_parameters`, older ones `rope_theta` and `rope_scaling`; GPT-NeoX had names of its own."""
-    rope = dict(settings.get("rope_scaling") or {}) | dict(settings.get("rope_parameters") or {})
+    rope: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(given := settings.get(name) or {}, Mapping):
+            raise bad_type(f"config.json: {name}", expected="an object", received=repr(given))
+        rope |= given
     base = rope.get("rope_theta") or settings.get("rope_theta") or settings.get("rotary_emb_base") or 10000.0
     part = rope.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or settings.get("rotary_pct")
     head_dim = fields.get("head_dim") or fields["embed_dim"] // fields["num_heads"]
@@ -179,15 +190,20 @@ def _scaling(rope: Mapping[str, Any], context: int | None) -> Scaling | None:
 def _windows(settings: Settings, fields: Fields) -> Fields:
     """Which layers see only so many tokens back."""
     window, layers = settings.get("sliding_window"), fields["layers"]
-    if window is None or settings.get("use_sliding_window") is False:
+    qwen = fields["family"] in ("qwen2", "qwen3")  # they say of a window whether, and from which layer on, it is used
+    if window is None or not settings.get("use_sliding_window", not qwen):
         return {}
     kinds = settings.get("layer_types")
     if kinds is not None:
         if len(kinds) != layers:
             raise bad_value("config.json: layer_types", expected=f"one for each of {layers} layers",
                             received=len(kinds))  # fmt: skip
+        for kind in kinds:
+            if kind not in ("sliding_attention", "full_attention"):
+                raise bad_value("config.json: layer_types", expected="sliding_attention or full_attention",
+                                received=repr(kind), remedy=WATCH)  # fmt: skip
         return {"windows": tuple(window if kind == "sliding_attention" else None for kind in kinds)}
-    first = settings.get("max_window_layers", 0) if "use_sliding_window" in settings else 0
+    first = settings.get("max_window_layers", 28) if qwen else 0
     return {"windows": tuple(window if i >= first else None for i in range(layers))}
 
 
@@ -254,7 +270,7 @@ _BERT = Family(
 _ROBERTA = Family(
     name="roberta",
     kind="encoder",
-    fields=_BERT_FIELDS | {"norm_eps": at("layer_norm_eps", default=1e-5)},
+    fields=_BERT_FIELDS,
     fixed=_POST,
     derived=(_roberta_context,),
     only=_BERT.only,
@@ -438,7 +454,7 @@ def family_of(settings: Settings) -> Family:
     """The family that a config.json belongs to."""
     name = settings.get("model_type")
     name = _ALSO.get(str(name), name)
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         received = "no model_type" if name is None else f"model_type {name!r}"
         raise bad_value("config.json", expected=f"a model of one of the families {', '.join(FAMILIES)}",
                         received=received, remedy=WATCH)  # fmt: skip

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from regard.cache import RollingCache
+from regard.cache import KVCache, RollingCache
 from regard.errors import bad_type, bad_value
 from regard.linear import project
 from regard.models.text import pad
@@ -38,6 +38,10 @@ class Rules:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in (("temperature", (int, float)), ("top_p", (int, float)), ("seed", (int,))):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, kind):
+                raise bad_type(name, expected="a number" if float in kind else "an integer", received=repr(value))
         if not 0 <= self.temperature < float("inf"):
             raise bad_value("temperature", expected="0 (the likeliest token) or a positive number",
                             received=self.temperature)  # fmt: skip
@@ -59,10 +63,11 @@ def choose(logits: Tensor, rules: Rules, generator: torch.Generator | None = Non
     """
     if rules.temperature == 0:
         return logits.argmax(-1)
-    logits = logits.float() / rules.temperature
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(rules.temperature, 1e-30)  # at most 0: no infinity above
     if rules.top_k is not None and rules.top_k < logits.shape[-1]:
-        least = logits.topk(rules.top_k).values[:, -1:]
-        logits = logits.masked_fill(logits < least, float("-inf"))
+        kept = logits.topk(rules.top_k)
+        logits = torch.full_like(logits, float("-inf")).scatter(-1, kept.indices, kept.values)
     probabilities = logits.softmax(-1)
     if rules.top_p is not None and rules.top_p < 1:
         ordered, order = probabilities.sort(-1, descending=True)
@@ -115,6 +120,7 @@ def stream(
     cache: Cache | None,
 ) -> Iterator[str]:
     """The new text, in pieces, each as soon as it is sure. What the caller got wrong is said at once."""
+    _check_cache(model, cache)
     stops, rows = _stops(stop), _rows(model, [text], cache)
     count = _count(model, rows, max_new_tokens, cache)
     return _stream(model, rows, count, rules, stops, cache)
@@ -129,23 +135,49 @@ def _stream(
     given: Cache | None,
 ) -> Iterator[str]:
     if count == 0:
+        if given is not None:  # it holds the text all the same
+            with torch.inference_mode():
+                _prefill(model, torch.tensor(rows, device=model.device), given)
         return
     writer = Writer(model, stops, rows[0])
     cache = model.new_cache(capacity=len(rows[0]) + (count or 0)) if given is None else given
     chosen = None
-    for written, chosen in enumerate(tokens(model, rows, rules, cache, count), 1):
-        if int(chosen) in model.config.eos:
-            yield writer.finish()
-            break
-        piece, ended = writer.add(int(chosen))
-        if piece:
-            yield piece
-        if ended or written == count:
-            yield "" if ended else writer.finish()
-            break
-    if given is not None and chosen is not None:  # who gave a cache will go on with it: it has yet to see the last one
-        with torch.inference_mode():
-            model.hidden(chosen[:, None], cache=cache)
+    try:
+        for written, chosen in enumerate(tokens(model, rows, rules, cache, count), 1):
+            if int(chosen) in model.config.eos:
+                yield writer.finish()
+                break
+            piece, ended = writer.add(int(chosen))
+            if piece:
+                yield piece
+            if ended or written == count:
+                yield "" if ended else writer.finish()
+                break
+    except GeneratorExit:  # left by the caller, who may go on with the cache
+        _read_last(model, chosen, given)
+        raise
+    _read_last(model, chosen, given)
+
+
+def _read_last(model: Decoder, chosen: Tensor | None, cache: Cache | None) -> None:
+    """Who gave a cache will go on with it: it has yet to see the last token, where there is a position left for it."""
+    if cache is None or chosen is None:
+        return
+    if model.embedding.places is not None and len(cache[0]) >= (model.config.context or 0):
+        return
+    with torch.inference_mode():
+        model.hidden(chosen[:, None], cache=cache)
+
+
+def _check_cache(model: Decoder, cache: Cache | None) -> None:
+    if cache is None:
+        return
+    if not isinstance(cache, Sequence) or not all(isinstance(part, (KVCache, RollingCache)) for part in cache):
+        raise bad_type("cache", expected="one KVCache or RollingCache per layer", received=type(cache).__name__,
+                       remedy="model.new_cache()")  # fmt: skip
+    if len(cache) != len(model.blocks):
+        raise bad_value("cache", expected=f"one per layer, {len(model.blocks)}", received=len(cache),
+                        remedy="model.new_cache()")  # fmt: skip
 
 
 def generate_batch(
@@ -160,6 +192,10 @@ def generate_batch(
     if cache is not None:
         raise bad_value("cache", expected="None for several texts: they end at different lengths", received="a cache",
                         remedy="one text at a time, each with its own")  # fmt: skip
+    if not isinstance(texts, Sequence) or isinstance(texts, bytes):
+        raise bad_type("text", expected="a text, or a list of texts", received=type(texts).__name__)
+    if max_new_tokens is None:
+        raise bad_value("max_new_tokens", expected="an integer for several texts", received="None")
     if not texts:
         return []
     stops, rows = _stops(stop), _rows(model, texts, None)
@@ -237,26 +273,49 @@ class Writer:
 
     def __init__(self, model: Decoder, stops: tuple[str, ...] = (), before: Sequence[int] = ()) -> None:
         self._model, self._stops = model, stops
-        self._ids = list(before[-_LOOK_BACK:])  # the last tokens: how one is written may depend on those before it
-        self._known = model.decode(self._ids)  # the text of them that was given out
-        self._waiting = 0  # tokens since then
+        self._ids = self._beginning(before)  # the last tokens: how one is written may depend on those before it
+        self._known = len(model.decode(self._ids))  # letters of their text that were given out
+        self._waiting = 0  # tokens since a letter was whole
+        self._whole: list[int] = []  # places in `_ids` where one letter has ended and another begins
         self._held = ""  # text that is sure, but may be the beginning of a stop string
+
+    def _beginning(self, before: Sequence[int]) -> list[int]:
+        """The last tokens of a text, from where a letter begins, and some of them written."""
+        for count in range(_LOOK_BACK, len(before)):
+            text = self._model.decode(before[-count:])
+            if text and not text.startswith("\ufffd"):
+                return list(before[-count:])
+        return list(before)
 
     def add(self, token: int) -> tuple[str, bool]:
         """The text that is now sure; and whether a stop string ended it."""
         self._ids.append(token)
         self._waiting += 1
         text = self._model.decode(self._ids)
-        if text.endswith("\ufffd") and self._waiting < _LONGEST_CHARACTER:  # its other bytes are still to come
+        unfinished = text.endswith("\ufffd")
+        if unfinished and self._waiting < _LONGEST_CHARACTER:  # its other bytes are still to come
             return "", False
-        new = text[len(self._known) :]
-        self._ids, self._waiting = self._ids[-_LOOK_BACK:], 0
-        self._known = self._model.decode(self._ids)
+        sure = text[: len(text) - unfinished]  # more bytes may make another letter of the last one, and of no other
+        new, self._known = sure[self._known :], max(self._known, len(sure))
+        if not unfinished:
+            self._waiting = 0
+            self._whole.append(len(self._ids))
+        self._forget()
         return self._give(self._held + new)
+
+    def _forget(self) -> None:
+        """Drop tokens that are far back, up to where a letter ended, if some of the rest are written."""
+        spare = max((at for at in self._whole if at <= len(self._ids) - _LOOK_BACK), default=0)
+        if not spare and len(self._ids) > _LOOK_BACK * _LOOK_BACK:  # bytes that are no text
+            spare = len(self._ids) - _LOOK_BACK
+        text = self._model.decode(self._ids[spare:]) if spare else ""
+        if text:
+            self._ids, self._whole = self._ids[spare:], [at - spare for at in self._whole if at > spare]
+            self._known = len(text) - text.endswith("\ufffd")
 
     def finish(self) -> str:
         """What is left when no token will come."""
-        rest = self._model.decode(self._ids)[len(self._known) :]
+        rest = self._model.decode(self._ids)[self._known :]
         return self._give(self._held + rest, final=True)[0]
 
     def _give(self, text: str, *, final: bool = False) -> tuple[str, bool]:

@@ -72,6 +72,7 @@ class GgufFile:
         except ImportError as error:
             raise missing_extra("gguf", "models") from error
         self.where = str(path)
+        self._to_halves: dict[str, Callable[[Tensor], Tensor]] = {}
         try:
             with path.open("rb") as file:
                 self._file = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -83,7 +84,7 @@ class GgufFile:
             raise damaged(path, error, what="a GGUF file") from error
         self.shapes = {name: stored.shape for name, stored in self._tensors.items()}
         architecture = self.field("general.architecture", "")
-        if architecture not in _ARCHITECTURES:
+        if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
             raise bad_value(str(path), expected=f"a GGUF file of one of {', '.join(_ARCHITECTURES)}",
                             received=f"{architecture!r}", remedy=WATCH)  # fmt: skip
         self.dtypes = dict.fromkeys(self.shapes, torch.float32)
@@ -123,6 +124,8 @@ class GgufFile:
         except (ValueError, KeyError):
             raise ValueError(f"{name} is of the unknown type {stored.kind}") from None
         width = stored.shape[-1] if stored.shape else 1
+        if any(size >= 1 << 31 for size in stored.shape):
+            raise ValueError(f"{name} has the shape {stored.shape}")
         if width % block:
             raise ValueError(f"{name} has rows of {width}, and its type has blocks of {block}")
         rows, per_row = math.prod(stored.shape[:-1]), width // block * size
@@ -145,7 +148,14 @@ class GgufFile:
                             remedy=WATCH)  # fmt: skip
         if "model.embed_tokens.weight" in self.shapes:
             settings.setdefault("vocab_size", self.shapes["model.embed_tokens.weight"][0])
+        for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
+            if type(settings.get(name)) is not int or settings[name] < 1:
+                raise bad_value(f"{self.where}: {architecture}.{_SETTINGS[name]}", expected="a positive integer",
+                                received=repr(settings.get(name)))  # fmt: skip
+        if not settings.get("sliding_window"):
+            settings.pop("sliding_window", None)
         settings["model_type"] = family
+        settings |= {"use_sliding_window": True, "max_window_layers": 0}  # a window is for all layers
         settings["tie_word_embeddings"] = "lm_head.weight" not in self.shapes
         settings["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self.shapes
         settings["rope_parameters"] = self._rope(architecture, settings)
@@ -164,6 +174,9 @@ class GgufFile:
             rope["partial_rotary_factor"] = turned / head_dim
         kind = self.field(f"{architecture}.rope.scaling.type", "none")
         if _ROPE_FACTORS in self._tensors:
+            if kind != "none":
+                raise bad_value(f"{self.where}: rope.scaling.type", expected=f"none beside the tensor {_ROPE_FACTORS}",
+                                received=repr(kind))  # fmt: skip
             factors = tuple(self.read(_ROPE_FACTORS).tolist())
             del self._tensors[_ROPE_FACTORS], self.shapes[_ROPE_FACTORS], self.dtypes[_ROPE_FACTORS]
             return rope | {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 1.0,
@@ -175,7 +188,21 @@ class GgufFile:
             trained = self.field(f"{architecture}.rope.scaling.original_context_length")
             if trained is not None:
                 rope["original_max_position_embeddings"] = trained
+        if kind == "yarn":
+            self._yarn(architecture, rope)
         return rope
+
+    def _yarn(self, architecture: str, rope: dict[str, Any]) -> None:
+        """The finer settings of YaRN; those that there is no place for are refused."""
+        scaling = f"{architecture}.rope.scaling."
+        for ours in ("beta_fast", "beta_slow"):
+            if (value := self.field(f"{scaling}yarn_{ours}")) is not None:
+                rope[ours] = value
+        for name, plain in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0), ("yarn_ext_factor", 1.0),
+                            ("yarn_log_multiplier", 0.0)):  # fmt: skip
+            if self.field(scaling + name, plain) != plain:
+                raise bad_value(f"{self.where}: {scaling}{name}", expected=f"{plain}",
+                                received=self.field(scaling + name), remedy=WATCH)  # fmt: skip
 
     def _pairs(self, interleaved: bool) -> dict[str, Callable[[Tensor], Tensor]]:
         """What turns the rows of q and k into halves, by the projection's name."""
@@ -183,9 +210,10 @@ class GgufFile:
             return {}
         heads = self.settings["num_attention_heads"]
         kv_heads = self.settings.get("num_key_value_heads", heads)
+        width = self.field("llama.rope.dimension_count")  # the pairs lie within the part of a head that is turned
         return {
-            "q_proj": lambda rows: rotary_pairs(rows, heads),
-            "k_proj": lambda rows: rotary_pairs(rows, kv_heads),
+            "q_proj": lambda rows: rotary_pairs(rows, heads, width=width),
+            "k_proj": lambda rows: rotary_pairs(rows, kv_heads, width=width),
         }
 
 

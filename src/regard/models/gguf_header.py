@@ -40,6 +40,9 @@ class Header:
     tensors: dict[str, Stored]
 
 
+_DEEPEST = 8  # arrays within arrays
+
+
 def read_header(file: memoryview) -> Header:
     """Read the header; raises ValueError in words where it is none, or ends too early."""
     reader = _Reader(file)
@@ -94,16 +97,18 @@ class _Reader:
             raise ValueError(f"it ends after {len(self.file)} bytes, within its header")
         return str(self.file[start : self.at], "utf-8")
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
             inner, length = self.scalar("I"), self.scalar("Q")
+            if depth >= _DEEPEST:
+                raise ValueError(f"arrays within arrays, more than {_DEEPEST} deep")
             if length > len(self.file):
                 raise ValueError(f"an array of {length} values in a file of {len(self.file)} bytes")
             if inner in _SCALARS:
                 return list(self.scalars(f"{length}{_SCALARS[inner]}"))
-            return [self.value(inner) for _ in range(length)]
+            return [self.value(inner, depth + 1) for _ in range(length)]
         if kind in _SCALARS:
             return self.scalar(_SCALARS[kind])
         raise ValueError(f"a value of the unknown type {kind}")

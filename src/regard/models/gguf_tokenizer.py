@@ -6,12 +6,14 @@ BPE, whose merges follow from the scores of the tokens).
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from regard.errors import bad_value, missing_extra
 from regard.models.gguf_file import GgufFile
+from regard.models.weights import damaged
 
-__all__ = ["tokenizer_of"]
+__all__ = ["UnknownTokenizer", "tokenizer_of"]
 
 _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
 
@@ -38,19 +40,40 @@ _CUTS: dict[str, tuple[str | None, bool]] = {
 def tokenizer_of(file: GgufFile) -> Any:
     """The tokenizer in a GGUF file, or None where there is none."""
     try:
-        import tokenizers
+        import tokenizers  # noqa: F401 - asked for before anything is made
     except ImportError as error:
         raise missing_extra("tokenizers", "models") from error
     kind, words = file.field("tokenizer.ggml.model"), file.field("tokenizer.ggml.tokens")
     if kind is None or words is None:
         return None
+    if kind not in ("gpt2", "llama"):
+        raise _unknown(file, "tokenizer.ggml.model", "gpt2 or llama", kind)
+    cut = file.field("tokenizer.ggml.pre", "gpt-2")
+    if kind == "gpt2" and cut not in _CUTS:
+        raise _unknown(file, "tokenizer.ggml.pre", f"one of {', '.join(_CUTS)}", cut)
+    if kind == "llama" and file.field("tokenizer.ggml.scores") is None:
+        raise bad_value(file.where, expected="tokenizer.ggml.scores, from which merges follow", received="none")
+    try:
+        return _tokenizer(file, kind, words)
+    except Exception as error:  # tokenizers raises plain Exception
+        raise damaged(Path(file.where), error, what="a GGUF file with a whole tokenizer") from error
+
+
+class UnknownTokenizer(ValueError):
+    """A tokenizer of a kind that is not known. The model itself can run."""
+
+
+def _unknown(file: GgufFile, field: str, expected: str, received: object) -> UnknownTokenizer:
+    remedy = "pass token ids: the model itself can run"
+    return UnknownTokenizer(bad_value(f"{file.where}: {field}", expected=expected, received=repr(received),
+                                      remedy=remedy))  # fmt: skip
+
+
+def _tokenizer(file: GgufFile, kind: str, words: list[str]) -> Any:
+    import tokenizers
+
     vocabulary = {word: number for number, word in enumerate(words)}
-    if kind == "gpt2":
-        made = _byte_level(file, vocabulary)
-    elif kind == "llama":
-        made = _sentencepiece(file, words, vocabulary)
-    else:
-        raise bad_value(f"{file.where}: tokenizer.ggml.model", expected="gpt2 or llama", received=repr(kind))
+    made = _byte_level(file, vocabulary) if kind == "gpt2" else _sentencepiece(file, words, vocabulary)
     kinds = file.field("tokenizer.ggml.token_type", [])
     added = [
         tokenizers.AddedToken(word, normalized=False, special=kind == _CONTROL)
@@ -66,9 +89,6 @@ def _byte_level(file: GgufFile, vocabulary: dict[str, int]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = file.field("tokenizer.ggml.pre", "gpt-2")
-    if name not in _CUTS:
-        raise bad_value(f"{file.where}: tokenizer.ggml.pre", expected=f"one of {', '.join(_CUTS)}",
-                        received=repr(name), remedy="pass token ids: the model itself can run")  # fmt: skip
     pattern, digits = _CUTS[name]
     merges = [tuple(merge.split(" ", 1)) for merge in file.field("tokenizer.ggml.merges", [])]
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=name == "llama-bpe"))
@@ -88,8 +108,6 @@ def _sentencepiece(file: GgufFile, words: list[str], vocabulary: dict[str, int])
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = file.field("tokenizer.ggml.scores")
-    if scores is None:
-        raise bad_value(file.where, expected="tokenizer.ggml.scores, from which merges follow", received="none")
     # Two tokens merge if their union is a token, the likelier union first.
     merges = []
     for word, score in zip(words, scores, strict=True):
@@ -124,13 +142,14 @@ def _begin_and_end(file: GgufFile, words: list[str], made: Any, *, by_default: b
         number = file.field(f"tokenizer.ggml.{kind}_token_id")
         if number is None or not file.field(f"tokenizer.ggml.add_{kind}_token", default):
             return None
-        return words[number], number
+        return f"<{kind}>", number  # a name of our own: to a template, ":" and "$" in a word mean something
 
     begin, end = wanted("bos", by_default), wanted("eos", False)
+    pieces = [{"id": name, "ids": [number], "tokens": [words[number]]} for name, number in filter(None, (begin, end))]
     if begin or end:
         first, last = [begin[0]] if begin else [], [end[0]] if end else []
         made.post_processor = TemplateProcessing(
             single=[*first, "$A", *last],
             pair=[*first, "$A", *last, *(f"{word}:1" for word in first), "$B:1", *(f"{word}:1" for word in last)],
-            special_tokens=list(dict.fromkeys(token for token in (begin, end) if token)),
+            special_tokens=pieces,
         )

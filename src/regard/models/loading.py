@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from regard.models.decoder import Decoder
 from regard.models.encoder import Encoder
 from regard.models.families import Family, family_of
 from regard.models.gguf_file import GgufFile
-from regard.models.gguf_tokenizer import tokenizer_of
+from regard.models.gguf_tokenizer import UnknownTokenizer, tokenizer_of
 from regard.models.weights import SafetensorsFolder, Weights, damaged, read_json
 
 __all__ = ["Source", "blank", "load", "source"]
@@ -50,9 +51,13 @@ class Source:
 
     def tokenizer(self) -> Any:
         """The `tokenizers.Tokenizer` beside the weights, or None."""
-        if isinstance(self.weights, GgufFile):
+        if not isinstance(self.weights, GgufFile):
+            return _tokenizer_json(self.path / "tokenizer.json")
+        try:
             return tokenizer_of(self.weights)
-        return _tokenizer_json(self.path / "tokenizer.json")
+        except UnknownTokenizer as error:
+            warnings.warn(str(error), stacklevel=3)
+            return None
 
 
 def load(
@@ -115,8 +120,8 @@ def source(name: str | os.PathLike[str], *, check: bool = True) -> Source:
         path = embedded.find(short, checked=check)
     else:
         path = Path(name).expanduser()
-        if not path.exists():
-            near = difflib.get_close_matches(short, embedded.EMBEDDED, n=1)
+        if not os.path.exists(path):  # (which says no of a name too long for a file, where Path raises)
+            near = difflib.get_close_matches(short.lower(), embedded.EMBEDDED, n=1)
             raise bad_value("model", expected=f"one of {', '.join(embedded.EMBEDDED)}, or a folder or GGUF file",
                             received=repr(short), remedy=f"did you mean {near[0]!r}?" if near else "")  # fmt: skip
         short = path.stem if path.is_file() else path.resolve().name
@@ -131,15 +136,22 @@ def source(name: str | os.PathLike[str], *, check: bool = True) -> Source:
     family = family_of(settings)
     config = replace(family.config(settings), **_recipe(path))
     weights = SafetensorsFolder(path)
+    if config.tied and not _is_tied(family, weights):
+        config = replace(config, tied=False)
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     return Source(short, path, family, config, weights, size)
 
 
+def _is_tied(family: Family, weights: Weights) -> bool:
+    """Whether the head is the embedding's, as the config says: a file may hold one of its own all the same."""
+    stored = {_plain(name, family): name for name in weights.shapes}
+    head, tokens = (stored.get(family.keys[key]) for key in ("head.weight", "embedding.tokens.weight"))
+    return head is None or tokens is None or torch.equal(weights.read(head), weights.read(tokens))
+
+
 def _settings(folder: Path) -> dict[str, Any]:
     """config.json; the tokens at which generation ends are in generation_config.json where there is one."""
-    settings = read_json(folder / "config.json")
-    if not isinstance(settings, dict):
-        raise damaged(folder / "config.json", f"a {type(settings).__name__}", what="an object")
+    settings = _object(folder / "config.json")
     if (folder / "generation_config.json").is_file():
         more = read_json(folder / "generation_config.json")
         if isinstance(more, dict) and more.get("eos_token_id") is not None:
@@ -151,14 +163,30 @@ def _recipe(folder: Path) -> dict[str, Any]:
     """How sentence embeddings are made, where files beside the weights tell."""
     recipe: dict[str, Any] = {}
     if (folder / "sentence_bert_config.json").is_file():
-        recipe["embed_length"] = read_json(folder / "sentence_bert_config.json").get("max_seq_length")
+        recipe["embed_length"] = _object(folder / "sentence_bert_config.json").get("max_seq_length")
     if (folder / "1_Pooling" / "config.json").is_file():
-        pooling = read_json(folder / "1_Pooling" / "config.json")
-        recipe["pooling"] = "cls" if pooling.get("pooling_mode_cls_token") else "mean"
+        pooling = _object(folder / "1_Pooling" / "config.json")
+        modes = [name for name, on in pooling.items() if name.startswith("pooling_mode_") and on is True]
+        recipe["pooling"] = "cls" if modes == ["pooling_mode_cls_token"] else "mean"
+        if modes not in (["pooling_mode_cls_token"], ["pooling_mode_mean_tokens"], []):
+            recipe["not_pooled"] = f"pooling by {' and '.join(modes)}"
     if (folder / "modules.json").is_file():
-        parts = [str(part.get("type", "")) for part in read_json(folder / "modules.json")]
-        recipe["normalised"] = any(part.endswith("Normalize") for part in parts)
+        listed = read_json(folder / "modules.json")
+        if not isinstance(listed, list) or not all(isinstance(part, dict) for part in listed):
+            raise damaged(folder / "modules.json", f"a {type(listed).__name__}", what="a list of objects")
+        parts = [str(part.get("type", "")).rsplit(".", 1)[-1] for part in listed]
+        recipe["normalised"] = "Normalize" in parts
+        others = [part for part in parts if part not in ("Transformer", "Pooling", "Normalize")]
+        if others:
+            recipe["not_pooled"] = f"a {' and a '.join(others)} module after it"
     return recipe
+
+
+def _object(path: Path) -> dict[str, Any]:
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise damaged(path, f"a {type(found).__name__}", what="an object")
+    return found
 
 
 def _tokenizer_json(path: Path) -> Any:
@@ -210,9 +238,15 @@ class _Match:
 def _matched(found: Source) -> tuple[Encoder | Decoder, dict[str, _Match], tuple[str, ...]]:
     """The model on the meta device, where each of its tensors comes from, and what is left over."""
     config, family, weights = found.config, found.family, found.weights
+    if config.layers > len(weights.shapes):  # before so many are made
+        raise bad_value(str(found.path), expected=f"tensors of {config.layers} layers, as the configuration says",
+                        received=f"{len(weights.shapes)} tensors", remedy="the file is not whole")  # fmt: skip
     with torch.device("meta"):
         model = (Encoder if config.kind == "encoder" else Decoder)(config, name=found.name)
-    there = {_plain(name, family): name for name in weights.shapes}
+    there: dict[str, str] = {}
+    for name in weights.shapes:
+        if (other := there.setdefault(_plain(name, family), name)) != name:
+            raise bad_value(str(found.path), expected="one tensor of each name", received=f"{other!r} and {name!r}")
     shapes = {name: torch.empty(shape, device="meta") for name, shape in weights.shapes.items()}
     matched: dict[str, _Match] = {}
     used: set[str] = set()
@@ -223,8 +257,11 @@ def _matched(found: Source) -> tuple[Encoder | Decoder, dict[str, _Match], tuple
         used.update(match.names)
         try:
             received = match.take(shapes)
-        except ValueError as error:
-            raise ValueError(f"{found.path}: {match.names[0]}: {error}") from error
+        except (ValueError, IndexError) as error:  # (an out_proj that is no matrix)
+            raise ValueError(f"{found.path}: {' with '.join(match.names)}: {error}") from error
+        if not (stored := weights.dtypes[match.names[0]]).is_floating_point:
+            raise bad_value(f"{found.path}: {match.names[0]}", expected="floating point numbers", received=stored,
+                            remedy="quantised weights are read from GGUF files alone")  # fmt: skip
         if received.shape != expected.shape:
             raise bad_value(f"{found.path}: {match.names[0]}",
                             expected=f"shape {_stored_shape(expected, received, shapes[match.names[0]])}, "
@@ -288,9 +325,11 @@ def _parts(key: str) -> tuple[int | None, str | None]:
 
 
 def _absent(found: Source, name: str, there: Mapping[str, str]) -> ValueError:
-    near = difflib.get_close_matches(name, there, n=1, cutoff=0.8)
-    return bad_value(str(found.path), expected=f"the tensor {found.family.prefix + name!r} (or without the prefix), "
-                     f"as the configuration says ({_sizes(found.config)})", received="none of that name",
+    near = difflib.get_close_matches(name, there, n=1, cutoff=0.8) or [one for one in there if one.endswith(name)]
+    own = name == found.family.keys.get("head.weight")  # the head stands beside the model, and has no prefix
+    wanted = repr(name) if own else f"{found.family.prefix + name!r} (or without the prefix)"
+    return bad_value(str(found.path), expected=f"the tensor {wanted}, as the configuration says "
+                     f"({_sizes(found.config)})", received="none of that name",
                      remedy=f"the nearest is {there[near[0]]!r}" if near else "config.json and the weights belong to "
                      "different models, or the file is not whole")  # fmt: skip
 

@@ -100,10 +100,21 @@ class TextModel(nn.Module):
     def decode(self, ids: Tensor | Iterable[int], *, skip_special: bool = True) -> str:
         """The text of token ids (N,) or (1, N)."""
         if isinstance(ids, Tensor):
-            if ids.dim() == 2 and ids.shape[0] != 1:
+            if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
+                raise bad_type("ids", expected="integers", received=f"dtype {ids.dtype}")
+            if ids.dim() > 2 or (ids.dim() == 2 and ids.shape[0] != 1):
                 raise bad_value("ids", expected="one text, (N,) or (1, N)", received=shape_of(ids))
             ids = ids.flatten().tolist()
-        return self._need_tokenizer().decode(list(ids), skip_special_tokens=skip_special)
+        elif not isinstance(ids, Iterable):
+            raise bad_type("ids", expected="token ids, (N,) or (1, N)", received=type(ids).__name__)
+        ids = list(ids)
+        try:
+            return self._need_tokenizer().decode(ids, skip_special_tokens=skip_special)
+        except OverflowError:
+            low, high = min(ids), max(ids)
+            raise bad_value("ids", expected="token ids, from 0 on", received=low if low < 0 else high) from None
+        except TypeError as error:
+            raise bad_type("ids", expected="integers", received=str(error).splitlines()[0]) from error
 
     def packed(self) -> AbstractContextManager[None]:
         """Within it, products with few rows (short texts, one token at a time) are faster: the weights are there a

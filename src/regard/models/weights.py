@@ -41,7 +41,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise bad_value(str(path.parent), expected=f"a folder with {path.name}", received="none in it") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, IsADirectoryError) as error:
         raise damaged(path, error, what="JSON") from error
 
 
@@ -91,7 +91,7 @@ class SafetensorsFolder:
         if not isinstance(listed, dict) or not listed:
             raise damaged(index, "no weight_map", what="the index of a sharded model")
         for file in listed.values():
-            if Path(file).name != file:
+            if not isinstance(file, str) or Path(file).name != file:
                 raise bad_value(str(index), expected="names of files beside it", received=repr(file))
         return {name: folder / file for name, file in listed.items()}
 
@@ -102,6 +102,10 @@ class SafetensorsFolder:
                              remedy="fetch the shards again")  # fmt: skip
         pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         received = f"{', '.join(pickled)}, which are pickles and can run code" if pickled else "none"
+        others = sorted(p.name for p in folder.glob("*.safetensors"))
+        if others:
+            return bad_value(str(folder), expected="weights in model.safetensors, whole or in shards",
+                             received=", ".join(others), remedy="rename the file if that is the model")  # fmt: skip
         return bad_value(str(folder), expected="weights in model.safetensors, whole or in shards", received=received,
                          remedy="save the model as safetensors" if pickled else "")  # fmt: skip
 

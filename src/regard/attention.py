@@ -6,6 +6,7 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -18,7 +19,7 @@ from regard import kernels
 from regard.errors import bad_type, bad_value, shape_of
 from regard.kernels import Call, reference
 from regard.kernels.dropout import Dropout, new_seed
-from regard.masks import Mask, as_mask
+from regard.masks import And, Mask, as_mask, conjuncts
 from regard.positions import Alibi, Bias, DenseBias, RelativeBias, as_biases
 from regard.positions.bias import Buckets
 
@@ -217,6 +218,9 @@ def prepare(
         q_start, positions = positions, None
     elif positions is not None:
         positions = _positions("positions", positions, batch, n, device)
+    if mask is not None and positions is None and key_positions is None and not torch.compiler.is_compiling():
+        parts = [part for part in conjuncts(mask) if not part.sees_all(q_start, n, m)]
+        mask = functools.reduce(And, parts) if parts else None  # what hides nothing need not be asked again
     for what, number in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
         if number is not None and type(number) is not float:
             _check_number(what, number)

@@ -365,6 +365,8 @@ class RollingCache:
                 received="a tensor",
                 remedy="KVCache takes positions",
             )
+        if new == 1 and len(self) < self.keep_first + self.window:
+            return Slots()  # one token sees all that is held: that is what is held
         # Slots are contiguous numbers, and so are the queries: the window between them is right as it is. Only the
         # distance to the first tokens is not: it stays what it would be had the tokens come one by one.
         mask = Window(self.window) | (Causal() & Prefix(self.keep_first)) if self.keep_first else Window(self.window)

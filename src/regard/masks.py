@@ -128,6 +128,10 @@ class Mask:
         unknown = torch.ones(1, 1, 1, dtype=torch.bool, device=grid.q_positions.device)
         return Survey(unknown, ~unknown)
 
+    def sees_all(self, first: int, queries: int, keys: int) -> bool:
+        """Whether it is known to hide nothing from queries at `first`, `first` + 1, ... of keys at 0, 1, ..."""
+        return False
+
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         """Raise where this mask does not fit attention of shape (B, H, N, M)."""
 
@@ -196,6 +200,9 @@ class Causal(Mask):
     def block(self, tile: Tile) -> Tensor:
         return (tile.k_positions[:, None, :] <= tile.q_positions[:, :, None])[:, None]
 
+    def sees_all(self, first: int, queries: int, keys: int) -> bool:
+        return first >= keys - 1  # every query stands at or after the last key, as in decoding
+
     def survey(self, grid: Grid) -> Survey:
         q_low, q_high = grid.rows(grid.q_positions)
         k_low, k_high = grid.cols(grid.k_positions)
@@ -239,6 +246,9 @@ class Window(Mask):
     def block(self, tile: Tile) -> Tensor:
         ahead = tile.k_positions[:, None, :] - tile.q_positions[:, :, None]  # (B|1, n, m)
         return ((ahead >= -self.before) & (ahead <= self.after))[:, None]
+
+    def sees_all(self, first: int, queries: int, keys: int) -> bool:
+        return first + queries - 1 <= self.before and keys - 1 - first <= self.after  # wider than the plane
 
     def survey(self, grid: Grid) -> Survey:
         q_low, q_high = grid.rows(grid.q_positions)
@@ -458,6 +468,9 @@ class And(Mask):
     def block(self, tile: Tile) -> Tensor:
         return self.left.block(tile) & self.right.block(tile)
 
+    def sees_all(self, first: int, queries: int, keys: int) -> bool:
+        return self.left.sees_all(first, queries, keys) and self.right.sees_all(first, queries, keys)
+
     def survey(self, grid: Grid) -> Survey:
         a, b = self.left.survey(grid), self.right.survey(grid)
         return Survey(a.some & b.some, a.every & b.every)
@@ -475,6 +488,9 @@ class Or(And):
 
     def block(self, tile: Tile) -> Tensor:
         return self.left.block(tile) | self.right.block(tile)
+
+    def sees_all(self, first: int, queries: int, keys: int) -> bool:
+        return self.left.sees_all(first, queries, keys) or self.right.sees_all(first, queries, keys)
 
     def survey(self, grid: Grid) -> Survey:
         a, b = self.left.survey(grid), self.right.survey(grid)

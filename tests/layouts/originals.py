@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     BertConfig,
+    DistilBertConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
@@ -26,6 +27,7 @@ from transformers import (
     WhisperConfig,
 )
 from transformers.models.bert.modeling_bert import BertAttention
+from transformers.models.distilbert.modeling_distilbert import DistilBertSelfAttention
 from transformers.models.gpt2.modeling_gpt2 import GPT2Attention
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
@@ -235,6 +237,8 @@ ORIGINALS: dict[str, Original] = {
     "nanogpt without bias": Original("nanogpt", 3, lambda: LinearGPT(33, 3, False), lambda m, x: m(x), 33, call=CAUSAL),
     "bert": Original("bert", 3, lambda: BertAttention(BertConfig(hidden_size=33, num_attention_heads=3, **HF)),
                      lambda m, x: m(x)[0], 33, block=True),
+    "distilbert": Original("distilbert", 3, lambda: DistilBertSelfAttention(DistilBertConfig(dim=33, n_heads=3, **HF)),
+                           lambda m, x: m(x)[0], 33),
     "neox": Original("neox", 3, lambda: GPTNeoXAttention(GPTNeoXConfig(hidden_size=30, num_attention_heads=3, **HF), 0),
                      rotated(2), 30, rotary(10, width=2), CAUSAL),
     "t5": Original("t5", 3, lambda: _t5(False, False), lambda m, x: m(x)[0], 11),

@@ -207,7 +207,7 @@ class TestShapes:
 # What each layout can say. A pair (layer, layout) not named here raises.
 LAYERS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "plain": ({}, set(layouts.names()) - {"t5", "meta_llama"}),
-    "no biases": ({"bias": False}, set(layouts.names()) - {"gpt2", "bert", "t5"}),
+    "no biases": ({"bias": False}, set(layouts.names()) - {"gpt2", "bert", "distilbert", "t5"}),
     "no biases, unscaled": ({"bias": False, "scale": 1.0}, {"separate", "llama", "wqkv", "t5"}),
     "bias within alone": (
         {"out_bias": False},

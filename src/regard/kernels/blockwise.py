@@ -47,7 +47,10 @@ def why_not(call: Call) -> str | None:
 def worth(call: Call) -> bool:
     """Not for the smallest planes, where the formula in full is quicker; always for compilers: it is one node."""
     batch, heads, n, m = call.shape
-    return traced(call.q) or batch * heads * n * m > SMALL  # one node for compilers, whatever the size
+    if traced(call.q):
+        return True  # one node for compilers, whatever the size
+    few = n <= 32 and call.mask is None and not call.biases and batch * heads * n * m <= 64 * SMALL
+    return batch * heads * n * m > SMALL and not few
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ from regard.attention import BiasLike, attend, attention_weights
 from regard.cache import KVCache, RollingCache, Slots
 from regard.configurations import Configuration, configuration
 from regard.errors import bad_type, bad_value, shape_of
-from regard.linear import project
+from regard.linear import project, project_each
 from regard.masks import Mask, as_mask
 from regard.positions import Alibi, RelativeBias, Rotary, Saturated, as_biases
 from regard.walk import Step, table
@@ -243,13 +243,18 @@ class MultiHeadAttention(nn.Module):
         value = key if value is None else value
         self._check_inputs(query, key, value)
 
-        q = self._split(project(self.q_proj, query), self.q_norm, self.head_dim)  # (B, H, N, D)
         with nullcontext() if cache is None else cache.attending():
             if cache is not None and cache.complete:
+                q = self._split(project(self.q_proj, query), self.q_norm, self.head_dim)  # (B, H, N, D)
                 k, v, slots = cache.recall(positions)
             else:
-                k = self._split(project(self.k_proj, key), self.k_norm, self.head_dim)  # (B, G, M, D)
-                v = self._split(project(self.v_proj, value), None, self.value_head_dim)  # (B, G, M, E)
+                if key is query and value is query:
+                    q, k, v = project_each((self.q_proj, self.k_proj, self.v_proj), query)
+                else:
+                    q, k, v = project(self.q_proj, query), project(self.k_proj, key), project(self.v_proj, value)
+                q = self._split(q, self.q_norm, self.head_dim)  # (B, H, N, D)
+                k = self._split(k, self.k_norm, self.head_dim)  # (B, G, M, D)
+                v = self._split(v, None, self.value_head_dim)  # (B, G, M, E)
                 k, v, slots = self._place_keys(k, v, positions, cache, own=key is query)
             q, k = self._place_queries(q, k, slots)
             options = self._options(slots, mask, bias)

@@ -7,6 +7,7 @@ no hook, no compiler, no mode, a plain `nn.Linear`), oneDNN does the same produc
     project(linear, x, activation="gelu")   gelu(linear(x))
     project(linear, x, add=y)               linear(x) + y
     project(linear, x, times=y)             linear(x) * y
+    project_each((a, b), x)                 a(x), b(x)
 
 Everywhere else it is just these formulas in torch. The weights stay where they are: nothing is copied, so nothing can
 be out of date. Work that uses the same weights many times, a few rows at a time (generation), may say
@@ -18,7 +19,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from weakref import WeakKeyDictionary
 
@@ -32,7 +33,7 @@ from torch.nn.modules import module as torch_module
 from regard.errors import bad_value
 from regard.kernels.tracing import in_torch_func, traced
 
-__all__ = ["ACTIVATIONS", "packed", "project"]
+__all__ = ["ACTIVATIONS", "packed", "project", "project_each"]
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -96,6 +97,41 @@ def project(
     return out if activation is None or activation in _ONEDNN else _named(activation)(out)
 
 
+def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...]:
+    """`linear(x)` for each of them: one product where they were `packed` together.
+
+    >>> a, b, x = nn.Linear(3, 5), nn.Linear(3, 7), torch.randn(2, 3)
+    >>> [out.shape[-1] for out in project_each((a, b), x)]
+    [5, 7]
+    """
+    copy = _joint_copy(linears, x) if _USED[0] else None
+    if copy is None:
+        return tuple(project(linear, x) for linear in linears)
+    biases = [linear._parameters["bias"] for linear in linears]
+    out = torch.ops.mkldnn._linear_pointwise.default(
+        x if x.dim() == 2 else x.reshape(-1, x.shape[-1]),
+        copy.packed,
+        None if biases[0] is None else torch.cat(biases),  # type: ignore[arg-type]
+        "none",
+        [],
+        "",
+    )
+    return torch.ops.aten._unsafe_view.default(out, (*x.shape[:-1], out.shape[-1])).split_with_sizes(copy.rows, -1)
+
+
+def _joint_copy(linears: tuple[nn.Module, ...], x: Tensor) -> _Copy | None:
+    """The copy of their weights one above the other, where oneDNN may use it and nobody can tell."""
+    copy = _COPIES.get(linears[0])  # type: ignore[arg-type]
+    if copy is None or not copy.users or len(copy.seals) != len(linears):
+        return None
+    without = linears[0]._parameters.get("bias") is None
+    for linear, seal in zip(linears, copy.seals, strict=True):
+        weight = _onednn_may(linear, x, None)
+        if weight is None or not seal.is_of(weight) or (linear._parameters["bias"] is None) is not without:
+            return None
+    return copy if x.numel() else None
+
+
 def _named(activation: str) -> Callable[[Tensor], Tensor]:
     try:
         return ACTIVATIONS[activation]
@@ -104,18 +140,30 @@ def _named(activation: str) -> Callable[[Tensor], Tensor]:
 
 
 def _weight_for_onednn(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:
-    """The weight to multiply by where oneDNN may do it and nobody can tell, else None. (Asked before every product, so
-    the order is by price.)"""
+    """The weight to multiply by where oneDNN may do it, nobody can tell, and it is worth it; else None."""
+    if type(linear) is not nn.Linear or type(x) not in _PLAIN or torch.compiler.is_compiling():
+        return None
+    if not _USED[0] and x.numel() * linear.out_features < _WORTHWHILE:  # the most, and soon told
+        return None
+    weight = _onednn_may(linear, x, other)
+    if weight is None:
+        return None
+    copy = _COPIES.get(linear) if _USED[0] else None  # type: ignore[arg-type]
+    if copy is not None and copy.users and len(copy.seals) == 1 and copy.seals[0].is_of(weight):
+        return copy.packed if x.numel() else None
+    return weight if x.numel() * weight.shape[0] >= _WORTHWHILE and weight.is_contiguous() else None
+
+
+def _onednn_may(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:
+    """The weight where oneDNN may multiply by it and nobody can tell, else None. (Asked before every product, so the
+    order is by price.)"""
     if (
         type(linear) is not nn.Linear
         or type(x) not in _PLAIN
         or torch.compiler.is_compiling()
         or torch._C._is_tracing()
+        or _watched(linear)
     ):
-        return None
-    if not _USED[0] and x.numel() * linear.out_features < _WORTHWHILE:  # the most, and soon told
-        return None
-    if _watched(linear):
         return None
     parameters = linear._parameters
     if "weight" not in parameters or "bias" not in parameters:  # plain tensors may stand in their place
@@ -135,10 +183,7 @@ def _weight_for_onednn(linear: nn.Module, x: Tensor, other: Tensor | None) -> Te
         return None
     if other is not None and not (_plain(other, dtype, grad) and other.shape == (*x.shape[:-1], out)):
         return None
-    copy = _COPIES.get(linear) if _USED[0] else None
-    if copy is not None and copy.users and copy.is_of(weight):
-        return copy.packed if x.numel() else None
-    return weight if x.numel() * out >= _WORTHWHILE and weight.is_contiguous() else None
+    return weight
 
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
@@ -194,15 +239,13 @@ _FORWARD, _CALL, _F_LINEAR = nn.Linear.forward, nn.Linear.__call__, F.linear
 # Copies of weights in oneDNN's own order
 
 
-class _Copy:
-    """One weight in oneDNN's order, and how to know whether it is still the same."""
+class _Seal:
+    """How to know whether a weight is still the one that was copied."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.users, self.size = 0, weight.nbytes
         # (An address may be given out again; what a weak reference is to is not.)
         self.storage = StorageWeakRef(weight.untyped_storage())
         self.version, self.form, self.sums = weight._version, _form(weight), _sums(weight)
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _FEW)
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether this is that weight, unless someone wrote to it behind torch's back. Asked at each product."""
@@ -216,6 +259,20 @@ class _Copy:
     def is_still(self, weight: Tensor) -> bool:
         """Whether the numbers themselves are the same: `weight.data` can be changed and no version tells."""
         return self.is_of(weight) and all(map(torch.equal, self.sums, _sums(weight)))
+
+
+class _Copy:
+    """One weight in oneDNN's order, or several one above the other."""
+
+    def __init__(self, weights: list[Tensor]) -> None:
+        self.users, self.size = 0, sum(weight.nbytes for weight in weights)
+        self.seals, self.rows = [_Seal(weight) for weight in weights], [weight.shape[0] for weight in weights]
+        joined = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(joined, _FEW)
+
+    def is_still(self, weights: list[Tensor]) -> bool:
+        """Whether it is a copy of these, number by number."""
+        return len(weights) == len(self.seals) and all(s.is_still(w) for s, w in zip(self.seals, weights, strict=True))
 
 
 _COPIES: WeakKeyDictionary[nn.Linear, _Copy] = WeakKeyDictionary()
@@ -239,7 +296,8 @@ def _sums(weight: Tensor) -> tuple[Tensor, ...]:
 
 
 class packed:
-    """Within it, `project` through one of these modules uses a copy of its weight that suits oneDNN.
+    """Within it, `project` through one of these modules uses a copy of its weight that suits oneDNN; and so does
+    `project_each` through a tuple of them that is given here as a tuple.
 
     The copies are made once and kept as long as the modules live. When it is made, each weight is compared with what
     was copied (by sums over rows, columns and diagonals), and copied anew if it is another; within, a change is noticed
@@ -248,25 +306,28 @@ class packed:
     and again, which compares nothing.
     """
 
-    def __init__(self, linears: Iterable[nn.Module]) -> None:
-        chosen: list[nn.Linear] = []
-        for linear in dict.fromkeys(linears):
-            if type(linear) is nn.Linear and _can_copy(linear._parameters.get("weight")):
-                chosen.append(linear)
-            elif _COPIES and type(linear) is nn.Linear:
-                _COPIES.pop(linear, None)
+    def __init__(self, linears: Iterable[nn.Module | tuple[nn.Module, ...]]) -> None:
+        chosen: dict[nn.Module, list[Tensor]] = {}
+        for one in dict.fromkeys(linears):
+            group = one if isinstance(one, tuple) else (one,)
+            weights = [linear._parameters.get("weight") for linear in group if type(linear) is nn.Linear]
+            if weights and len(weights) == len(group) and _can_copy(weights):
+                chosen[group[0]] = weights  # type: ignore[assignment]
+            elif _COPIES and type(group[0]) is nn.Linear:
+                _COPIES.pop(group[0], None)
         self._copies: list[_Copy] = []
         with _LOCK, torch.no_grad():
-            size = sum(linear.weight.nbytes for linear in chosen)
-            size += sum(copy.size for linear, copy in _COPIES.items() if linear not in set(chosen))
+            size = sum(weight.nbytes for weights in chosen.values() for weight in weights)
+            size += sum(copy.size for linear, copy in _COPIES.items() if linear not in chosen)
             if size > _memory() // 8:
                 return
-            for linear in chosen:
+            for linear, weights in chosen.items():
+                assert isinstance(linear, nn.Linear)
                 copy = _COPIES.get(linear)
-                if copy is None or not copy.is_still(linear.weight):
+                if copy is None or not copy.is_still(weights):
                     copy = None
                     _COPIES.pop(linear, None)
-                    copy = _COPIES[linear] = _Copy(linear.weight)
+                    copy = _COPIES[linear] = _Copy(weights)
                 self._copies.append(copy)
 
     def __enter__(self) -> None:
@@ -288,18 +349,23 @@ _LOCK = threading.RLock()
 _USED = [0]  # copies in use, counted as often as they are
 
 
-def _can_copy(weight: Tensor | None) -> bool:
-    return (
+def _can_copy(weights: Sequence[Tensor | None]) -> bool:
+    """Whether there is one copy for them all: plain matrices that read the same x."""
+    first = weights[0]
+    return all(
         weight is not None
+        and first is not None
         and type(weight) in _PLAIN
         and weight.dtype in _dtypes()
-        and _plain(weight, weight.dtype, grad=False)
+        and _plain(weight, first.dtype, grad=False)
         and weight.dim() == 2
+        and weight.shape[1:] == first.shape[1:]
         and weight.numel() > 0
         and weight.is_contiguous()
         and not weight.is_neg()
         and not weight.is_inference()  # such a tensor has no version
         and not traced(weight)
+        for weight in weights
     )
 
 

@@ -6,6 +6,7 @@ Letters: B batch, N tokens, W model width.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 __all__ = ["Encoder"]
+
+# From this many batches on, copies of the weights in the order that oneDNN wants are worth making.
+_WORTH_PACKING = 8
 
 
 class Encoder(TextModel):
@@ -133,9 +137,11 @@ class Encoder(TextModel):
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
         out = torch.empty(len(rows), self.config.embed_dim, dtype=self.dtype, device=self.device)
+        copies = self.packed() if len(batches) >= _WORTH_PACKING else nullcontext()
         for chosen in batches if progress is None else progress(batches):
             ids, keep = (x.to(self.device) for x in pad([rows[i] for i in chosen], self.config.pad or 0))
-            states = self(ids, keep=None if bool(keep.all()) else keep)
+            with copies:
+                states = self(ids, keep=None if bool(keep.all()) else keep)
             if self.config.pooling == "cls":
                 pooled = states[:, 0]
             else:

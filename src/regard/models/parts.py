@@ -18,21 +18,24 @@ from torch import Tensor, nn
 
 from regard.errors import bad_value
 from regard.layer import MultiHeadAttention
-from regard.linear import project
+from regard.linear import ACTIVATIONS, project, project_each
 from regard.models.config import ModelConfig
 from regard.positions import RelativeBias, Rotary
 
-__all__ = ["Block", "Embedding", "FeedForward", "RMSNorm", "new_norm"]
+__all__ = ["Block", "Embedding", "FeedForward", "RMSNorm", "new_norm", "read_together"]
+
+
+_SMALL = 1 << 16
 
 
 class RMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm`; where no gradient is asked for, in four operations instead of eight."""
+    """`nn.RMSNorm`; for large tensors without a gradient in less memory, which is what takes the time."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., W) over the root of its mean square, times the weight; in float32 or wider, as x's dtype."""
+        if torch.is_grad_enabled() or x.numel() < _SMALL:
+            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-        if torch.is_grad_enabled():
-            return F.rms_norm(wide, self.normalized_shape, None, self.eps).to(x.dtype) * self.weight
         square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_()
         factor = square.div_(x.shape[-1]).add_(self.eps or 0.0).rsqrt_()
         return (wide * factor).to(x.dtype).mul_(self.weight)
@@ -97,9 +100,15 @@ class FeedForward(nn.Module):
         """(B, N, W) -> (B, N, W), with `add` added."""
         if self.gate is None:
             inner = project(self.up, x, activation=self.activation)
-        else:
+        elif x.shape[1] > _FEW_TOKENS:
             inner = project(self.up, x, times=project(self.gate, x, activation=self.activation))
+        else:
+            gate, up = project_each((self.gate, self.up), x)
+            inner = ACTIVATIONS[self.activation](gate) * up
         return project(self.down, inner, add=add)
+
+
+_FEW_TOKENS = 8  # up to here one product for gate and up is worth more than what follows it for free
 
 
 class Block(nn.Module):
@@ -124,3 +133,12 @@ class Block(nn.Module):
             return self.mlp_norm(self.mlp(x, add=x))
         attended = x + self.attention(self.attention_norm(x), **attention_options)
         return self.mlp(self.mlp_norm(attended if self.order == "pre" else x), add=attended)
+
+
+def read_together(module: nn.Module) -> list[tuple[nn.Module, ...]]:
+    """Projections within a module that read the same input, and may be one product."""
+    if isinstance(module, MultiHeadAttention):
+        return [(module.q_proj, module.k_proj, module.v_proj)]
+    if isinstance(module, FeedForward) and module.gate is not None:
+        return [(module.gate, module.up)]
+    return []

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from regard.errors import bad_type, bad_value, shape_of
 from regard.linear import packed
 from regard.models.config import ModelConfig
+from regard.models.parts import read_together
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -123,7 +124,9 @@ class TextModel(nn.Module):
         On entry it is checked that the copies are still those of the weights; within, change no weight through `.data`.
         Copies live as long as the model. See `regard.linear.packed`.
         """
-        return packed(self.modules())  # type: ignore[arg-type]
+        groups = [group for module in self.modules() for group in read_together(module)]
+        within = {linear for group in groups for linear in group}
+        return packed([*groups, *(module for module in self.modules() if module not in within)])
 
     def describe(self, tokens: int = 128) -> str:
         """The model in a few lines, then the walk through its first layer for a text of `tokens`, with real shapes."""

@@ -33,6 +33,8 @@ __all__ = ["DynamicNTK", "Linear", "Llama3", "LongRoPE", "Rotary", "Scaling", "Y
 
 # From this many numbers on, memory is what a rotation waits for, and `_InPlace` is worth its cost per call.
 _LARGE = 1 << 17
+# Up to this many it is the number of operations.
+_FEW = 1 << 13
 # A table holds at most this many positions (4 MB at width 64); what lies beyond is computed each time.
 _LONGEST_TABLE = 1 << 14
 
@@ -548,6 +550,9 @@ class Rotary(nn.Module):
             cos, sin = self._cos_sin(positions.to(x.device), length, dtype)
         elif isinstance(positions, int | torch.SymInt) and not isinstance(positions, bool):
             cos, sin = self._cos_sin_from(positions, x, length, dtype)
+            if cos.shape[-1] == self.width:  # both halves of the pairs
+                wide = x if x.dtype == dtype else x.to(dtype)
+                return torch.addcmul(wide * cos, wide.roll(self.width // 2, -1), sin).to(x.dtype)
         else:
             raise bad_type(
                 "positions",
@@ -610,14 +615,19 @@ class Rotary(nn.Module):
     def _cos_sin_from(
         self, start: int, x: Tensor, length: int | Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Of positions start .. start + N - 1: a slice of a table where one may be kept, else computed."""
+        """Of positions start .. start + N - 1: a slice of a table where one may be kept, else computed.
+
+        For a few tokens each is (N, R), cosines twice and sines with both signs: what is slow there are operations, and
+        these need the fewest. Otherwise (N, R/2).
+        """
         end = start + x.shape[-2]
         length = end if length is None else length
         # `type`: for tensors of another kind, such as fake ones, nothing is kept.
         if _is_eager() and type(x) is Tensor and isinstance(length, int) and start >= 0 and end <= _LONGEST_TABLE:
             regime = self.scaling.regime(length)
             if regime != length:  # else the table would serve this one length
-                cos, sin = self._table(end, regime, length, x.device, dtype)
+                few = x.numel() < _FEW and self.width == self.head_dim and not self.interleaved
+                cos, sin = self._table(end, regime, length, x.device, dtype, both=few)
                 return cos[start:end], sin[start:end]
         return self._cos_sin(torch.arange(start, end, device=x.device), length, dtype)
 
@@ -639,10 +649,10 @@ class Rotary(nn.Module):
         return kept
 
     def _table(
-        self, size: int, regime: Hashable, length: int, device: torch.device, dtype: torch.dtype
+        self, size: int, regime: Hashable, length: int, device: torch.device, dtype: torch.dtype, *, both: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin, each (at least `size`, R/2)."""
-        key = self._key(device, dtype, regime)
+        """cos and sin, each (at least `size`, R/2); for `both` halves (at least `size`, R), the first sine minus."""
+        key = self._key(device, dtype, (regime, both))
         kept = self._tables.get(key)
         if kept is not None and len(kept[0]) >= size:
             return kept
@@ -650,6 +660,8 @@ class Rotary(nn.Module):
         size = min(max(size, 256, 0 if kept is None else 2 * len(kept[0])), _LONGEST_TABLE)
         with _kept_for_training():
             made = self._cos_sin(torch.arange(size, device=device), length, dtype)
+            if both:
+                made = torch.cat((made[0], made[0]), -1), torch.cat((-made[1], made[1]), -1)
         if type(made[0]) is Tensor:  # not a fake one, of a mode that is on around this call
             self._tables[key] = made
         return made

@@ -124,9 +124,11 @@ def _joint_copy(linears: tuple[nn.Module, ...], x: Tensor) -> _Copy | None:
     copy = _COPIES.get(linears[0])  # type: ignore[arg-type]
     if copy is None or not copy.users or len(copy.seals) != len(linears):
         return None
+    if type(x) not in _PLAIN or _world_looks_on():
+        return None
     without = linears[0]._parameters.get("bias") is None
     for linear, seal in zip(linears, copy.seals, strict=True):
-        weight = _onednn_may(linear, x, None)
+        weight = _weight_if_plain(linear, x, None)
         if weight is None or not seal.is_of(weight) or (linear._parameters["bias"] is None) is not without:
             return None
     return copy if x.numel() else None
@@ -157,12 +159,20 @@ def _weight_for_onednn(linear: nn.Module, x: Tensor, other: Tensor | None) -> Te
 def _onednn_may(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:
     """The weight where oneDNN may multiply by it and nobody can tell, else None. (Asked before every product, so the
     order is by price.)"""
+    if type(linear) is not nn.Linear or type(x) not in _PLAIN or _world_looks_on():
+        return None
+    return _weight_if_plain(linear, x, other)
+
+
+def _weight_if_plain(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:
+    """The same, where it is known that nobody looks on at everything."""
     if (
         type(linear) is not nn.Linear
-        or type(x) not in _PLAIN
-        or torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-        or _watched(linear)
+        or linear._forward_hooks
+        or linear._forward_pre_hooks
+        or linear._backward_hooks
+        or linear._backward_pre_hooks
+        or "forward" in linear.__dict__
     ):
         return None
     parameters = linear._parameters
@@ -210,15 +220,12 @@ def _dtypes() -> frozenset[torch.dtype]:
     return frozenset({torch.float32, *narrow})
 
 
-def _watched(linear: nn.Linear) -> bool:
-    """Whether a hook, a mode, autocast, torch.func or a forward gradient would miss the call of the module; or someone
-    has put something else in its place, or switched oneDNN off."""
+def _world_looks_on() -> bool:
+    """Whether a compiler, a tracer, a mode, a global hook, autocast, torch.func or a forward gradient would miss the
+    call of a module; or someone has put something else in the place of `nn.Linear`, or switched oneDNN off."""
     return bool(
-        linear._forward_hooks
-        or linear._forward_pre_hooks
-        or linear._backward_hooks
-        or linear._backward_pre_hooks
-        or "forward" in linear.__dict__
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
         or nn.Linear.forward is not _FORWARD
         or nn.Linear.__call__ is not _CALL
         or F.linear is not _F_LINEAR
@@ -277,6 +284,7 @@ class _Copy:
 
 _COPIES: WeakKeyDictionary[nn.Linear, _Copy] = WeakKeyDictionary()
 _FEW = 16  # rows for which the order is chosen
+_LARGEST = 1 << 24  # numbers of a float32 matrix: with a larger one, such as a head, one row is as fast without a copy
 
 
 def _form(weight: Tensor) -> tuple[object, ...]:
@@ -360,7 +368,7 @@ def _can_copy(weights: Sequence[Tensor | None]) -> bool:
         and _plain(weight, first.dtype, grad=False)
         and weight.dim() == 2
         and weight.shape[1:] == first.shape[1:]
-        and weight.numel() > 0
+        and 0 < weight.numel() <= (_LARGEST if weight.dtype is torch.float32 else weight.numel())
         and weight.is_contiguous()
         and not weight.is_neg()
         and not weight.is_inference()  # such a tensor has no version

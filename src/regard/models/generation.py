@@ -86,7 +86,8 @@ def tokens(
     assert len(rows) == 1 or not len(cache[0])
     ids, keep = (x.to(model.device) for x in pad(rows))
     generator = rules.generator(model.device)
-    with torch.inference_mode():
+    copies = nullcontext() if expected is not None and expected < _WORTH_PACKING else model.packed()
+    with copies, torch.inference_mode():
         states = _prefill(model, ids, cache)
         if len(rows) > 1:  # padded on the right: each row saw its own tokens alone, and the cache forgets the padding
             lengths = keep.sum(1)
@@ -95,7 +96,6 @@ def tokens(
                 held.truncate(lengths)  # type: ignore[union-attr]
         chosen = choose(project(model.head, states[:, -1]), rules, generator)
     yield chosen
-    copies = nullcontext() if expected is not None and expected < _WORTH_PACKING else model.packed()
     while True:
         with copies, torch.inference_mode():  # between two tokens the caller is outside of both
             chosen = choose(model(chosen[:, None], cache=cache)[:, -1], rules, generator)

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard.linear
-from regard.linear import ACTIVATIONS, packed, project
+from regard.linear import ACTIVATIONS, packed, project, project_each
 from regard.models.config import ModelConfig
 from regard.models.decoder import Decoder
 from regard.models.generation import Rules, tokens
@@ -1116,3 +1116,68 @@ def test_between_two_tokens_the_caller_is_outside() -> None:
     model.head.weight.data.mul_(2)
     assert close(model.head, x)
     stream.close()
+
+
+# ----------------------------------------------------------------------------------------------------
+# Several at once
+
+
+def several(bias: bool = True, dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, ...]:
+    return tuple(nn.Linear(67, out, bias=bias, dtype=dtype) for out in (71, 13, 29))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(67,), (5, 67), (2, 3, 67), (0, 67)])
+def test_each_is_as_alone(shape: tuple[int, ...], bias: bool, dtype: torch.dtype) -> None:
+    linears, x = several(bias, dtype), torch.randn(shape).to(dtype)
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    with torch.no_grad(), packed([linears]):
+        for out, linear in zip(project_each(linears, x), linears, strict=True):
+            torch.testing.assert_close(out, linear(x), **tolerance)
+
+
+def test_packed_together_is_one_product() -> None:
+    linears, x = several(), torch.randn(3, 67)
+    with torch.no_grad(), packed([linears]):
+        outs = project_each(linears, x)
+        if torch.float32 in regard.linear._dtypes():
+            assert outs[0].untyped_storage().data_ptr() == outs[2].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("which", range(3))
+@pytest.mark.parametrize("part", ["weight", "bias"])
+def test_a_change_of_any_of_them_is_seen(which: int, part: str) -> None:
+    linears, x = several(), torch.randn(3, 67)
+    with torch.no_grad():
+        with packed([linears]):
+            project_each(linears, x)
+            getattr(linears[which], part).mul_(3)
+            torch.testing.assert_close(project_each(linears, x)[which], linears[which](x), atol=1e-5, rtol=1e-5)
+        getattr(linears[which], part).data.mul_(3)
+        with packed([linears]):
+            torch.testing.assert_close(project_each(linears, x)[which], linears[which](x), atol=1e-5, rtol=1e-5)
+
+
+def test_a_hook_on_one_of_them_is_called() -> None:
+    linears, x, seen = several(), torch.randn(3, 67), []
+    linears[1].register_forward_hook(lambda *_: seen.append(1))
+    with torch.no_grad(), packed([linears]):
+        project_each(linears, x)
+    assert seen == [1]
+
+
+def test_biases_on_some_of_them_alone() -> None:
+    linears, x = several(), torch.randn(3, 67)
+    linears[1].bias = None
+    with torch.no_grad(), packed([linears]):
+        for out, linear in zip(project_each(linears, x), linears, strict=True):
+            torch.testing.assert_close(out, linear(x), atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_through_each() -> None:
+    linears, x = several(), torch.randn(3, 67, requires_grad=True)
+    with packed([linears]):
+        torch.cat(project_each(linears, x), -1).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad[0], sum(linear.weight.sum(0) for linear in linears))

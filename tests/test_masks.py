@@ -538,3 +538,37 @@ def test_a_mask_that_does_not_fit_is_refused_wherever_it_stands(mask: Mask, word
     q, k = torch.zeros(B, H, N, 2), torch.zeros(B, H, M, 2)
     with pytest.raises(ValueError, match=words):
         regard.attend(q, k, k, mask=tree)
+
+
+_SIMPLE = st.one_of(
+    st.just(Causal()),
+    st.builds(lambda b, a: Window(before=b, after=a), st.integers(0, 9), st.integers(0, 9)),
+    st.builds(Prefix, st.integers(0, 9)),
+)
+
+
+@given(
+    mask=st.recursive(
+        _SIMPLE,
+        lambda inner: st.one_of(
+            st.builds(operator.and_, inner, inner),
+            st.builds(operator.or_, inner, inner),
+            st.builds(operator.inv, inner),
+        ),
+        max_leaves=5,
+    ),
+    first=st.integers(0, 11),
+    queries=st.integers(1, 5),
+    keys=st.integers(1, 7),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_mask_that_is_said_to_see_all_hides_nothing(mask: Mask, first: int, queries: int, keys: int) -> None:
+    if mask.sees_all(first, queries, keys):
+        positions = torch.arange(first, first + queries)
+        assert mask.dense(queries, keys, positions=positions).all()
+
+
+@pytest.mark.parametrize("mask", [Causal(), Window(7), Causal() & Window(7), Window(2) | Causal()], ids=repr)
+def test_the_last_query_sees_all(mask: Mask) -> None:
+    assert mask.sees_all(6, 1, 7)
+    assert not mask.sees_all(5, 2, 7)

@@ -96,3 +96,21 @@ def test_is_causal_serves_when_the_first_query_stands_at_the_first_key() -> None
 def test_decoding_needs_no_mask() -> None:
     q, k, v = tensors(n=1)
     assert fused._operands(prepare(q, k, v, mask=Causal() & Window(100))) == (None, False)
+
+
+@pytest.mark.parametrize("dtype, queries", [(torch.bfloat16, 1), (torch.bfloat16, 2), (torch.float16, 13)])
+def test_a_few_queries_that_see_everything_go_to_the_formula(dtype: torch.dtype, queries: int) -> None:
+    q, k = torch.randn(1, 6, queries, 10).to(dtype), torch.randn(1, 2, 31, 10).to(dtype)
+    with torch.no_grad():
+        assert "reference: chosen" in regard.explain(q, k, k)
+        mask = Causal() if queries == 1 else None
+        assert "reference: chosen" in regard.explain(q, k, k, mask=mask)
+        assert "fused: chosen" in regard.explain(q.float(), k.float(), k.float(), mask=mask)
+
+
+def test_many_keys_of_shared_heads_go_to_the_formula_in_float32_too() -> None:
+    q, k = torch.randn(1, 6, 3, 64), torch.randn(1, 2, 2053, 64)
+    with torch.no_grad():
+        assert "reference: chosen" in regard.explain(q, k, k)
+        torch.testing.assert_close(attend(q, k, k), attend(q, k, k, kernel="fused"))
+    assert "fused: chosen" in regard.explain(q.requires_grad_(), k, k)  # in training it has the better backward pass

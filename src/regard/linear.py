@@ -52,8 +52,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 # What oneDNN calls those that it does together with a product: attribute and algorithm. (Not relu: its relu(NaN) is 0.)
 _ONEDNN = {None: ("none", ""), "gelu": ("gelu", "none"), "gelu_tanh": ("gelu", "tanh"), "silu": ("swish", ""),
            "tanh": ("tanh", "")}  # fmt: skip
-# Below this many multiply-adds the two are as fast as each other, or MKL is the faster.
+# Below this many multiply-adds, and with few rows for a weight that is not large, MKL is as fast or faster.
 _WORTHWHILE = 1 << 18
+_FEW_ROWS, _LARGE = 32, 1 << 20
 
 
 def project(
@@ -153,7 +154,9 @@ def _weight_for_onednn(linear: nn.Module, x: Tensor, other: Tensor | None) -> Te
     copy = _COPIES.get(linear) if _USED[0] else None  # type: ignore[arg-type]
     if copy is not None and copy.users and len(copy.seals) == 1 and copy.seals[0].is_of(weight):
         return copy.packed if x.numel() else None
-    return weight if x.numel() * weight.shape[0] >= _WORTHWHILE and weight.is_contiguous() else None
+    small = weight.numel() < _LARGE and x.numel() < _FEW_ROWS * weight.shape[1]
+    worthwhile = x.numel() * weight.shape[0] >= _WORTHWHILE and not small
+    return weight if worthwhile and weight.is_contiguous() else None
 
 
 def _onednn_may(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:

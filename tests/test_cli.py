@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from regard import models
 from regard.cli import app
+from regard.models import loading
 
 pytestmark = pytest.mark.skipif(
     any(model.installed() is None for model in models.EMBEDDED.values()),
@@ -30,6 +31,19 @@ def test_models_lists_what_is_installed_with_layers_and_heads():
     assert "6 x 12" in out
     assert "30 x 9 (3 kv)" in out
     assert "gpt_neox" in out
+
+
+def test_models_opens_each_file_once(monkeypatch):
+    real, opened = models.source, []
+
+    def source(name, **options):
+        opened.append(name)
+        return real(name, **options)
+
+    for room in (models, loading):
+        monkeypatch.setattr(room, "source", source)
+    run("models")
+    assert opened == list(models.EMBEDDED)
 
 
 def test_models_says_how_to_install_what_is_missing(monkeypatch):

@@ -59,14 +59,14 @@ def list_models() -> None:
         if embedded.installed() is None:
             missing.append(embedded)
             continue
-        model, size = models.blank(name), models.source(name, check=False).size
-        config = model.config
+        found = models.source(name, check=False)
+        model, config = models.blank(found), found.config
         kv = config.num_kv_heads or config.num_heads
         heads = f"{config.layers} x {config.num_heads}" + ("" if kv == config.num_heads else f" ({kv} kv)")
         count = sum(p.numel() for p in model.parameters())
         table.add_row(name, f"{config.family} {config.kind}", heads, f"{config.embed_dim:,}",
                       f"{config.context:,}" if config.context else "-", f"{count / 1e6:,.1f} M",
-                      f"{size / 2**20:,.0f} MB")  # fmt: skip
+                      f"{found.size / 2**20:,.0f} MB")  # fmt: skip
     if table.row_count:
         _out.print(table)
     for embedded in missing:

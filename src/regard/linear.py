@@ -143,12 +143,13 @@ def _named(activation: str) -> Callable[[Tensor], Tensor]:
 
 
 def _weight_for_onednn(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:
-    """The weight to multiply by where oneDNN may do it, nobody can tell, and it is worth it; else None."""
+    """The weight to multiply by where oneDNN may do it, nobody can tell, and it is worth it; else None. (Asked before
+    every product, so the order is by price.)"""
     if type(linear) is not nn.Linear or type(x) not in _PLAIN or torch.compiler.is_compiling():
         return None
     if not _USED[0] and x.numel() * linear.out_features < _WORTHWHILE:  # the most, and soon told
         return None
-    weight = _onednn_may(linear, x, other)
+    weight = None if _world_looks_on() else _weight_if_plain(linear, x, other)
     if weight is None:
         return None
     copy = _COPIES.get(linear) if _USED[0] else None  # type: ignore[arg-type]
@@ -159,16 +160,8 @@ def _weight_for_onednn(linear: nn.Module, x: Tensor, other: Tensor | None) -> Te
     return weight if worthwhile and weight.is_contiguous() else None
 
 
-def _onednn_may(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:
-    """The weight where oneDNN may multiply by it and nobody can tell, else None. (Asked before every product, so the
-    order is by price.)"""
-    if type(linear) is not nn.Linear or type(x) not in _PLAIN or _world_looks_on():
-        return None
-    return _weight_if_plain(linear, x, other)
-
-
 def _weight_if_plain(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:
-    """The same, where it is known that nobody looks on at everything."""
+    """The weight where oneDNN may multiply by it and nobody looks on at this module or these tensors, else None."""
     if (
         type(linear) is not nn.Linear
         or linear._forward_hooks

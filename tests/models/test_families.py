@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
 from regard import models
+from regard.models.weights import SafetensorsFolder
 
 EXACT = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -211,6 +212,54 @@ def test_a_head_that_is_a_copy_of_the_embedding_is_tied(tmp_path):
     model = models.load(tmp_path)
     assert model.head.weight is model.embedding.tokens.weight
     assert model.unused == ()
+
+
+def give_head(folder: Path, head: str) -> None:
+    """A file with a head beside a config that ties it: a copy of the embedding, or another."""
+    save(folder, "llama", tie_word_embeddings=head == "a copy")
+    if head == "a copy":
+        change_tensors(folder, lambda there: there | {"lm_head.weight": there["model.embed_tokens.weight"].clone()})
+    change_settings(folder, tie_word_embeddings=True)
+
+
+@pytest.mark.parametrize("head", ["a copy", "its own"])
+def test_to_describe_a_tied_model_reads_no_weight_though_a_head_is_stored(head, tmp_path, monkeypatch):
+    give_head(tmp_path, head)
+    monkeypatch.setattr(SafetensorsFolder, "read", lambda *_: pytest.fail("a weight was read"))
+    model = models.blank(tmp_path)
+    assert model.config.tied
+    assert model.unused == ()
+    assert f"{sum(p.numel() for p in model.parameters()):,}" in model.describe()
+    with pytest.raises(pytest.fail.Exception, match="a weight was read"):  # only numbers tell whether it is a copy
+        models.load(tmp_path)
+
+
+@pytest.mark.parametrize("head, reads", [("a copy", 1), ("its own", 2)])
+def test_a_stored_head_is_read_to_compare_it_and_again_only_if_it_is_used(head, reads, tmp_path, monkeypatch):
+    give_head(tmp_path, head)
+    read, names = SafetensorsFolder.read, []
+    monkeypatch.setattr(SafetensorsFolder, "read", lambda self, name: names.append(name) or read(self, name))
+    model = models.load(tmp_path)
+    assert model.config.tied is (head == "a copy")
+    assert names[:2] == ["lm_head.weight", "model.embed_tokens.weight"]
+    assert names.count("lm_head.weight") == reads
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda head: head[:-1], r"lm_head\.weight: expected shape \(97, 42\).*received \(96, 42\)"),
+        (lambda head: head.to(torch.int8), r"lm_head\.weight: expected floating point numbers, received torch\.int8"),
+    ],
+    ids=["shape", "dtype"],
+)
+def test_a_head_that_cannot_be_one_is_told_before_a_number_is_read(change, words, tmp_path, monkeypatch):
+    give_head(tmp_path, "its own")
+    change_tensors(tmp_path, lambda there: there | {"lm_head.weight": change(there["lm_head.weight"])})
+    monkeypatch.setattr(SafetensorsFolder, "read", lambda *_: pytest.fail("a weight was read"))
+    for use in (models.blank, models.load):
+        with pytest.raises(ValueError, match=words):
+            use(tmp_path)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "llama", "qwen3"])

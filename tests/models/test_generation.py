@@ -720,8 +720,11 @@ def test_the_beginning_token_is_read_at_the_beginning_only() -> None:
 @pytest.mark.parametrize("make", [list, lambda: [KVCache()], KVCache, lambda: KVCache], ids=["none", "one too few",
                                                                          "no list", "a class"])  # fmt: skip
 def test_a_wrong_cache_is_said(make: Callable[[], Any]) -> None:
-    with pytest.raises((ValueError, TypeError), match="cache: expected"):
-        tiny().generate("a", 3, cache=make())
+    model = tiny()
+    with pytest.raises((ValueError, TypeError), match=r"cache: expected one .*per layer.*remedy: model\.new_cache\(\)"):
+        model.generate("a", 3, cache=make())
+    with pytest.raises((ValueError, TypeError), match=r"cache: expected one .*per layer.*remedy: model\.new_cache\(\)"):
+        model(model.encode("a"), cache=make())
 
 
 def test_tokens_of_smollm2_in_two_calls(smollm2: Decoder) -> None:

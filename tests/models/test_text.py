@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from regard.models import Batch, Decoder, Encoder, ModelConfig
-from regard.models.text import pad
+from regard.models.text import padded
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers, which cuts text, is not installed")
 
@@ -158,15 +158,15 @@ def test_encode_of_what_is_no_text(text: Any) -> None:
         new().tokenize(text)
 
 
-def test_pad() -> None:
-    assert pad([[5, 6, 7], [], [8]], value=3).ids.tolist() == [[5, 6, 7], [3, 3, 3], [8, 3, 3]]
-    assert pad([[5, 6, 7], [], [8]], side="left").keep.tolist() == [[True] * 3, [False] * 3, [False, False, True]]
+def test_padded() -> None:
+    assert padded([[5, 6, 7], [], [8]], value=3).ids.tolist() == [[5, 6, 7], [3, 3, 3], [8, 3, 3]]
+    assert padded([[5, 6, 7], [], [8]], side="left").keep.tolist() == [[True] * 3, [False] * 3, [False, False, True]]
 
 
 def test_pad_of_nothing() -> None:
     with pytest.raises(ValueError, match="texts: expected at least one, received none"):
-        pad([])
-    assert pad([[]]).ids.shape == (1, 0)
+        padded([])
+    assert padded([[]]).ids.shape == (1, 0)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.cache import KVCache, RollingCache
-from regard.errors import bad_value, shape_of
+from regard.errors import bad_type, bad_value, shape_of
 from regard.linear import project
 from regard.masks import Causal, Mask, Padding, Window
 from regard.models import generation
@@ -83,7 +83,8 @@ class Decoder(TextModel):
             if states is not None:
                 states[:] = [state[0] for state in states]
             return x[0]
-        held = self._check_cache(cache, keep, ids)
+        self._check_cache(cache)
+        held = self._held(cache, keep, ids)
         x = self.embedding(ids, self._positions(ids, keep, held))
         slots = self._slots(ids, keep, held)
         for i, block in enumerate(self.blocks):
@@ -187,13 +188,21 @@ class Decoder(TextModel):
             return None
         return places.clamp_(min=0)[:, -ids.shape[1] :]
 
-    def _check_cache(self, cache: Cache | None, keep: Tensor | None, ids: Tensor) -> Tensor | int:
-        """How many tokens the cache holds; (B,) where rows differ."""
+    def _check_cache(self, cache: Cache | None) -> None:
+        """Raise where it is not one cache for each layer."""
         if cache is None:
-            held = 0
-        elif len(cache) != len(self.blocks):
+            return
+        if not isinstance(cache, Sequence) or not all(isinstance(part, (KVCache, RollingCache)) for part in cache):
+            raise bad_type("cache", expected="one KVCache or RollingCache per layer", received=type(cache).__name__,
+                           remedy="model.new_cache()")  # fmt: skip
+        if len(cache) != len(self.blocks):
             raise bad_value("cache", expected=f"one per layer, {len(self.blocks)}", received=len(cache),
                             remedy="model.new_cache()")  # fmt: skip
+
+    def _held(self, cache: Cache | None, keep: Tensor | None, ids: Tensor) -> Tensor | int:
+        """How many tokens the cache holds; (B,) where rows differ. Raises where `keep` does not count them all."""
+        if cache is None:
+            held = 0
         elif keep is not None and isinstance(cache[0], RollingCache):
             raise bad_value("keep", expected="None: a RollingCache forgets, so there is no flag for each key",
                             received="a tensor", remedy="rows of one length, or a KVCache")  # fmt: skip

@@ -17,7 +17,7 @@ from regard.errors import bad_type, bad_value, shape_of
 from regard.masks import Mask, Padding, Window
 from regard.models.config import ModelConfig
 from regard.models.parts import Block, Embedding, new_norm
-from regard.models.text import TextModel, pad
+from regard.models.text import TextModel, padded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -139,7 +139,7 @@ class Encoder(TextModel):
         out = torch.empty(len(rows), self.config.embed_dim, dtype=self.dtype, device=self.device)
         copies = self.packed() if len(batches) >= _WORTH_PACKING else nullcontext()
         for chosen in batches if progress is None else progress(batches):
-            ids, keep = (x.to(self.device) for x in pad([rows[i] for i in chosen], self.config.pad or 0))
+            ids, keep = (x.to(self.device) for x in padded([rows[i] for i in chosen], self.config.pad or 0))
             with copies:
                 states = self(ids, keep=None if bool(keep.all()) else keep)
             if self.config.pooling == "cls":

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from regard.cache import KVCache, RollingCache
+from regard.cache import RollingCache
 from regard.errors import bad_type, bad_value
 from regard.linear import project
-from regard.models.text import pad
+from regard.models.text import padded
 
 if TYPE_CHECKING:
     from regard.models.decoder import Cache, Decoder
@@ -84,7 +84,7 @@ def tokens(
     `expected`: how many will be asked for, if that is known.
     """
     assert len(rows) == 1 or not len(cache[0])
-    ids, keep = (x.to(model.device) for x in pad(rows))
+    ids, keep = (x.to(model.device) for x in padded(rows))
     generator = rules.generator(model.device)
     copies = nullcontext() if expected is not None and expected < _WORTH_PACKING else model.packed()
     with copies, torch.inference_mode():
@@ -120,7 +120,7 @@ def stream(
     cache: Cache | None,
 ) -> Iterator[str]:
     """The new text, in pieces, each as soon as it is sure. What the caller got wrong is said at once."""
-    _check_cache(model, cache)
+    model._check_cache(cache)
     stops, rows = _stops(stop), _rows(model, [text], cache)
     count = _count(model, rows, max_new_tokens, cache)
     return _stream(model, rows, count, rules, stops, cache)
@@ -167,17 +167,6 @@ def _read_last(model: Decoder, chosen: Tensor | None, cache: Cache | None) -> No
         return
     with torch.inference_mode():
         model.hidden(chosen[:, None], cache=cache)
-
-
-def _check_cache(model: Decoder, cache: Cache | None) -> None:
-    if cache is None:
-        return
-    if not isinstance(cache, Sequence) or not all(isinstance(part, (KVCache, RollingCache)) for part in cache):
-        raise bad_type("cache", expected="one KVCache or RollingCache per layer", received=type(cache).__name__,
-                       remedy="model.new_cache()")  # fmt: skip
-    if len(cache) != len(model.blocks):
-        raise bad_value("cache", expected=f"one per layer, {len(model.blocks)}", received=len(cache),
-                        remedy="model.new_cache()")  # fmt: skip
 
 
 def generate_batch(

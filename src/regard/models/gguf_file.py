@@ -177,7 +177,7 @@ class GgufFile:
             if kind != "none":
                 raise bad_value(f"{self.where}: rope.scaling.type", expected=f"none beside the tensor {_ROPE_FACTORS}",
                                 received=repr(kind))  # fmt: skip
-            factors = tuple(self.read(_ROPE_FACTORS).tolist())
+            factors = tuple(self.read(_ROPE_FACTORS).tolist())  # a setting, though it lies there as a tensor
             del self._tensors[_ROPE_FACTORS], self.shapes[_ROPE_FACTORS], self.dtypes[_ROPE_FACTORS]
             return rope | {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 1.0,
                            "attention_factor": 1.0}  # fmt: skip

@@ -87,6 +87,11 @@ def load(
         raise bad_type("dtype", expected=" or ".join(map(str, _DTYPES)), received=repr(dtype))
     found = source(name, check=check)
     model, matched, unused = _matched(found)
+    if found.config.tied and (head := matched.pop("head.weight", None)) is not None:
+        stored = (found.weights.read(match.names[0]) for match in (head, matched["embedding.tokens.weight"]))
+        if not torch.equal(*stored):  # the config says so, but a head of its own was trained
+            found = replace(found, config=replace(found.config, tied=False))
+            model, matched, unused = _matched(found)
     dtype = dtype or _stored_dtype(found, matched)
     model.tokenizer, model.unused = found.tokenizer(), unused
     items = list(matched.items())
@@ -97,9 +102,20 @@ def load(
     return model.eval()
 
 
-def blank(name: str | os.PathLike[str] = "minilm", *, check: bool = False) -> Encoder | Decoder:
-    """The same model with shapes and no numbers, on the meta device: for describing it. No weight is read."""
-    found = source(name, check=check)
+def blank(name: str | os.PathLike[str] | Source = "minilm", *, check: bool = False) -> Encoder | Decoder:
+    """The same model with shapes and no numbers, on the meta device: for describing it. No weight is read.
+
+    Where the config says that the head is the embedding's, it is so here. The file may hold a head of its own all the
+    same: only the numbers tell, and `load` looks at them.
+
+    Args:
+        name: as for `load`; or what `source` found.
+        check: as for `load`.
+
+    >>> blank("minilm").embedding.tokens.weight.device
+    device(type='meta')
+    """
+    found = name if isinstance(name, Source) else source(name, check=check)
     model, matched, unused = _matched(found)
     model.unused = unused
     return model.to(_stored_dtype(found, matched)).eval()
@@ -136,17 +152,8 @@ def source(name: str | os.PathLike[str], *, check: bool = True) -> Source:
     family = family_of(settings)
     config = replace(family.config(settings), **_recipe(path))
     weights = SafetensorsFolder(path)
-    if config.tied and not _is_tied(family, weights):
-        config = replace(config, tied=False)
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     return Source(short, path, family, config, weights, size)
-
-
-def _is_tied(family: Family, weights: Weights) -> bool:
-    """Whether the head is the embedding's, as the config says: a file may hold one of its own all the same."""
-    stored = {_plain(name, family): name for name in weights.shapes}
-    head, tokens = (stored.get(family.keys[key]) for key in ("head.weight", "embedding.tokens.weight"))
-    return head is None or tokens is None or torch.equal(weights.read(head), weights.read(tokens))
 
 
 def _settings(folder: Path) -> dict[str, Any]:
@@ -236,7 +243,10 @@ class _Match:
 
 
 def _matched(found: Source) -> tuple[Encoder | Decoder, dict[str, _Match], tuple[str, ...]]:
-    """The model on the meta device, where each of its tensors comes from, and what is left over."""
+    """The model on the meta device, where each of its tensors comes from, and what is left over.
+
+    A tied head is matched too where the file holds one, for it may be another.
+    """
     config, family, weights = found.config, found.family, found.weights
     if config.layers > len(weights.shapes):  # before so many are made
         raise bad_value(str(found.path), expected=f"tensors of {config.layers} layers, as the configuration says",
@@ -251,7 +261,7 @@ def _matched(found: Source) -> tuple[Encoder | Decoder, dict[str, _Match], tuple
     matched: dict[str, _Match] = {}
     used: set[str] = set()
     for key, expected in model.state_dict().items():
-        if key == "head.weight" and config.tied:
+        if key == "head.weight" and config.tied and family.keys[key] not in there:
             continue
         match = _match(key, there, found, config)
         used.update(match.names)
@@ -270,13 +280,12 @@ def _matched(found: Source) -> tuple[Encoder | Decoder, dict[str, _Match], tuple
                             remedy="config.json and the weights belong to different models")  # fmt: skip
         matched[key] = match
     left = {name: plain for plain, name in there.items() if name not in used}
-    tied = {name for name, plain in left.items() if config.tied and plain == family.keys.get("head.weight")}
-    strange = sorted(name for name, plain in left.items() if not family.is_beside(plain) and name not in tied)
+    strange = sorted(name for name, plain in left.items() if not family.is_beside(plain))
     if strange:
         raise bad_value(str(found.path), expected=f"only tensors of a {family.name} model with {_sizes(config)}",
                         received=f"{len(strange)} more, such as {strange[0]!r}",
                         remedy="config.json and the weights belong to different models")  # fmt: skip
-    heads = (name for name, plain in left.items() if not plain.endswith(_BUFFERS) and name not in tied)
+    heads = (name for name, plain in left.items() if not plain.endswith(_BUFFERS))
     return model, matched, tuple(sorted(heads))
 
 
@@ -297,8 +306,7 @@ def _match(key: str, there: Mapping[str, str], found: Source, config: ModelConfi
     family = found.family
     layer, inner = _parts(key)
     if inner is None:
-        wanted = family.keys[key]
-        plain = wanted if layer is None else wanted.format(i=layer)
+        plain = family.keys[key]
     elif f"blocks.{{i}}.{inner}" in family.keys:
         plain = family.keys[f"blocks.{{i}}.{inner}"].format(i=layer)
     else:

@@ -79,7 +79,7 @@ class Embedding(nn.Module):
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
-    """An `nn.Embedding`. On the meta device there is nothing to draw at random, and to try takes torch seconds."""
+    """An `nn.Embedding`. On the meta device there is nothing to draw at random, and to try takes torch 1.7 s, once."""
     if torch.get_default_device().type == "meta":
         return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
     return nn.Embedding(rows, width)

@@ -20,7 +20,7 @@ from regard.models.parts import read_together
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["Batch", "TextModel", "pad"]
+__all__ = ["Batch", "TextModel", "padded"]
 
 
 class Batch(NamedTuple):
@@ -35,10 +35,10 @@ class Batch(NamedTuple):
         return self.keep.sum(1)
 
 
-def pad(rows: Sequence[Sequence[int]], value: int = 0, side: Literal["right", "left"] = "right") -> Batch:
+def padded(rows: Sequence[Sequence[int]], value: int = 0, side: Literal["right", "left"] = "right") -> Batch:
     """Lists of ids as one tensor, the shorter ones filled up with `value` on one side.
 
-    >>> pad([[5, 6, 7], [8]], side="left").ids.tolist()
+    >>> padded([[5, 6, 7], [8]], side="left").ids.tolist()
     [[5, 6, 7], [0, 0, 8]]
     """
     if side not in ("right", "left"):
@@ -91,7 +91,7 @@ class TextModel(nn.Module):
         """The token ids of several texts, the shorter ones padded: `model(batch.ids, keep=batch.keep)`."""
         if isinstance(texts, str):
             raise bad_type("texts", expected="a list of texts", received="one text", remedy="encode(text)")
-        batch = _pad([self._tokenize(text).ids for text in texts], self.config.pad or 0, pad)
+        batch = padded([self._tokenize(text).ids for text in texts], self.config.pad or 0, pad)
         return Batch(batch.ids.to(self.device), batch.keep.to(self.device))
 
     def tokenize(self, text: str) -> list[str]:
@@ -121,8 +121,9 @@ class TextModel(nn.Module):
         """Within it, products with few rows (short texts, one token at a time) are faster: the weights are there a
         second time, in the order that oneDNN likes. `generate` and `stream` do so by themselves.
 
-        On entry it is checked that the copies are still those of the weights; within, change no weight through `.data`.
-        Copies live as long as the model. See `regard.linear.packed`.
+        When it is made, the copies are compared with the weights, and made anew where they differ. Entering it, once
+        or many times, compares nothing: from then on change no weight through `.data`, or make another. Copies live as
+        long as the model. See `regard.linear.packed`.
         """
         groups = [group for module in self.modules() for group in read_together(module)]
         within = {linear for group in groups for linear in group}
@@ -170,6 +171,3 @@ class TextModel(nn.Module):
     def extra_repr(self) -> str:
         """What the tree of modules does not tell."""
         return f"{self.name or self.config.family}: {self.config.layers} layers x {self.config.num_heads} heads"
-
-
-_pad = pad

@@ -1,7 +1,7 @@
 """regard: multi-head attention that you can see into."""
 
-from regard import cache, configurations, kernels, layouts, masks, models, positions
-from regard.attention import attend, attention_weights, explain
+from regard import cache, configurations, kernels, layouts, masks, measures, models, positions
+from regard.attention import attend, attention_weights, explain, measure
 from regard.cache import KVCache, RollingCache
 from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.layouts import swap
@@ -21,6 +21,8 @@ __all__ = [
     "kernels",
     "layouts",
     "masks",
+    "measure",
+    "measures",
     "models",
     "positions",
     "swap",

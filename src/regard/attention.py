@@ -1,5 +1,5 @@
-"""Attention as functions: `attend`, `attention_weights`, `explain`. Checks what the caller gave, picks a kernel, and
-never lets the choice change the answer.
+"""Attention as functions: `attend`, `attention_weights`, `measure`, `explain`. Checks what the caller gave, picks
+a kernel, and never lets the choice change the answer.
 
 Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -17,13 +17,14 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from regard import kernels
 from regard.errors import bad_type, bad_value, shape_of
-from regard.kernels import Call, reference
+from regard.kernels import Call, blockwise, reference
 from regard.kernels.dropout import Dropout, new_seed
 from regard.masks import And, Mask, as_mask, conjuncts
+from regard.measures import Measure, MeasureLike, Measurements, Plane, Survey, as_measures
 from regard.positions import Alibi, Bias, DenseBias, RelativeBias, as_biases
 from regard.positions.bias import Buckets
 
-__all__ = ["BiasLike", "attend", "attention_weights", "explain"]
+__all__ = ["BiasLike", "attend", "attention_weights", "explain", "look", "measure"]
 
 BiasLike: TypeAlias = Tensor | Bias | Alibi | RelativeBias | Sequence["BiasLike"]
 
@@ -153,6 +154,100 @@ def attention_weights(
     with torch.autocast(device, enabled=False):
         result = reference.weights(call)[0] if stage == "weights" else reference.scores(call, stage)
     return result.to(call.q.dtype)
+
+
+def measure(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None = None,
+    *,
+    mask: Mask | Tensor | None = None,
+    bias: BiasLike | None = None,
+    positions: Tensor | int | None = None,
+    key_positions: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    measures: MeasureLike | Iterable[MeasureLike] | None = None,
+    ids: Tensor | None = None,
+    out_weight: Tensor | None = None,
+    kernel: str = "auto",
+) -> Measurements:
+    """What every head attends to, exactly, in O(N) memory: the N x M weights are never built.
+
+    Args:
+        q, k, v, mask, bias, positions, key_positions, scale, softcap, sinks: as for `attend`. Without v no output.
+        measures: names or objects of `regard.measures`: "entropy", "peak", `measures.Heatmap(64)`, ... By default
+            entropy, peak and target, distance, offset, offsets, received, on_first.
+        ids: token ids of the keys, (M,) or (B, M), for measures that ask what the tokens are.
+        out_weight: the output projection's weight (W, H * E), for `measures.Contribution`.
+        kernel: "auto", or one of `regard.kernels.available()`; the answers are the same.
+
+    Returns:
+        Results by name, such as `.entropy` (B, H, N); `.output` (B, H, N, E), differentiable, and `.lse` (B, H, N). The
+        measures themselves have no gradient, and are taken before dropout.
+
+    >>> q, k, v = (torch.zeros(1, 2, 3, 5) for _ in range(3))  # equal scores: all weights are 1/3
+    >>> found = measure(q, k, v, measures=["entropy", "received"])
+    >>> found.entropy[0, 0]
+    tensor([1.0986, 1.0986, 1.0986])
+    >>> found.received[0, 1], found.output.shape
+    (tensor([1., 1., 1.]), torch.Size([1, 2, 3, 5]))
+    """
+    call = prepare(
+        q,
+        k,
+        k if v is None else v,
+        mask=mask,
+        bias=bias,
+        positions=positions,
+        key_positions=key_positions,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+    )
+    if ids is not None:
+        ids = _positions("ids", ids, q.shape[0], k.shape[2], q.device)
+    return look(
+        call,
+        as_measures(measures),
+        values=None if v is None else call.v,
+        key_ids=ids,
+        out_weight=out_weight,
+        output=v is not None,
+        kernel=kernel,
+    )
+
+
+def look(
+    call: Call,
+    measures: list[Measure],
+    *,
+    values: Tensor | None = None,
+    ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
+    out_weight: Tensor | None = None,
+    output: bool = False,
+    kernel: str = "auto",
+) -> Measurements:
+    """The same for a prepared call. `ids` (1|B, N) are the queries' own where they are not those of the last keys."""
+    batch, heads, n, m = call.shape
+    tile = call.whole()
+    plane = Plane(batch, heads, n, m, tile.q_positions, tile.k_positions, call.dtype, values, out_weight, ids, key_ids)
+    if kernel == "auto":
+        chosen = blockwise if blockwise.worth(call) else reference
+    else:
+        chosen = kernels.choose(kernel, call)
+    wants_gradient = output and torch.is_grad_enabled() and any(x.requires_grad for x in call.learned())
+    device = call.q.device.type if call.q.device.type != "meta" else "cpu"
+    with torch.autocast(device, enabled=False):
+        with torch.no_grad():
+            survey = Survey(measures, plane)
+            out, lse = chosen.look(call, survey, output=output and not wants_gradient)
+            found = survey.result(out, lse)
+        if wants_gradient:
+            found.output = kernels.choose(kernel, call).output(call)
+    return found
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: Any) -> str:

@@ -26,9 +26,10 @@ from torch import Tensor
 from regard.kernels import operators
 from regard.kernels.call import Call
 from regard.kernels.tracing import traced
+from regard.measures import Strip, Survey
 from regard.positions import Bias, DenseBias
 
-__all__ = ["forward", "name", "output", "why_not"]
+__all__ = ["forward", "look", "name", "output", "why_not"]
 
 name = "blockwise"
 
@@ -61,6 +62,28 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 def output(call: Call) -> Tensor:
     """(B, H, N, E)"""
     return run(call)[0]
+
+
+def look(call: Call, survey: Survey, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
+    """The same while every strip's weights are shown to some measures, in one pass; without gradient."""
+    out, lse = _forward(call, 0, 0, survey, output)
+    return (out if output else None), lse
+
+
+def replay(call: Call, lse: Tensor, survey: Survey) -> None:
+    """Show the weights exp(score - lse) to some measures, where the log-sum-exp is known already."""
+    for chunk in _chunks(call, 0, 0, together=survey.wants_all_heads):
+        for strip in chunk.strips:
+            if not strip.runs:
+                continue
+            base = chunk.by_group(lse[chunk.batch, chunk.heads, strip.rows][..., None]).mul(LOG2_E)
+            base.masked_fill_(base.isneginf(), float("inf"))
+            p, _ = chunk.scores(strip, chunk.queries(strip))
+            p.sub_(base).exp2_()
+            mass = p.sum(-1, keepdim=True)
+            if call.sinks is None:
+                mass = (mass > 0).to(p.dtype)
+            survey.add(chunk.shown(strip, survey, p, mass))
 
 
 @dataclass
@@ -165,6 +188,28 @@ class _Chunk:
         c, rows = self.batch.stop - self.batch.start, strip.rows.stop - strip.rows.start
         return self.by_group(sinks.expand(c, -1, rows, 1))
 
+    def shown(
+        self,
+        strip: _Strip,
+        survey: Survey,
+        p: Tensor,
+        mass: Tensor,
+        logs: Tensor | None = None,
+        total: Tensor | None = None,
+    ) -> Strip:
+        """A strip as measures want it: weights (c, g * R, n, m)."""
+        return Strip(
+            survey.plane,
+            self.batch,
+            self.heads,
+            strip.rows,
+            strip.runs,
+            self.by_head(p),
+            self.by_head(mass)[..., 0],
+            None if logs is None else self.by_head(logs),
+            None if total is None else self.by_head(total)[..., 0],
+        )
+
     def weigh(self, p: Tensor, strip: _Strip) -> Tensor:
         """p v, (c * g, R * n, E). What has no weight does not count, not even a NaN."""
         values = _select(self.values, strip.runs)
@@ -175,11 +220,14 @@ class _Chunk:
         return torch.bmm(p, values.masked_fill(broken, 0.0)).masked_fill_(reached, float("nan"))
 
 
-def _forward(call: Call, height: int, width: int) -> tuple[Tensor, Tensor]:
-    out, lse = operators.new_output(call.q, call.v)
+def _forward(
+    call: Call, height: int, width: int, survey: Survey | None = None, output: bool = True
+) -> tuple[Tensor, Tensor]:
+    out, lse = operators.new_output(call.q, call.v if output else call.v[..., :0])
     lowest = torch.finfo(call.dtype).min
+    lowest_log = -200.0 if call.dtype is torch.float32 else -1100.0
     kept = 1.0 if call.dropout is None else call.dropout.kept
-    for chunk in _chunks(call, height, width):
+    for chunk in _chunks(call, height, width, together=survey is not None and survey.wants_all_heads):
         for strip in chunk.strips:
             where = (chunk.batch, chunk.heads, strip.rows)
             if not strip.runs:
@@ -191,14 +239,26 @@ def _forward(call: Call, height: int, width: int) -> tuple[Tensor, Tensor]:
             top = p.amax(-1, keepdim=True).clamp_(min=lowest)
             sink = None if call.sinks is None else chunk.sinks(strip)
             top = top if sink is None else torch.maximum(top, sink)
-            p.sub_(top).exp2_()
-            total = p.sum(-1, keepdim=True)
+            logs = None
+            p.sub_(top)
+            if survey is not None and survey.wants_logs:
+                logs = p.clamp_(
+                    min=lowest_log
+                ).clone()  # 2 ** lowest_log is 0: what is hidden stays so, and 0 * logs is 0
+            p.exp2_()
+            total = on_keys = p.sum(-1, keepdim=True)
             if sink is not None:
-                total += (sink - top).exp2_()
+                total = total + (sink - top).exp2_()
             lse[where] = chunk.by_head(top + total.log2())[..., 0] / LOG2_E
+            total = total.masked_fill(total == 0, 1.0)  # an empty row: 0 / 1, not 0 / 0
+            if survey is not None:
+                p.div_(total)
+                survey.add(chunk.shown(strip, survey, p, on_keys / total, logs, total))
+                total = torch.ones_like(total)
+            if not output:
+                continue
             if call.dropout is not None:
                 p.mul_(chunk.kept(strip))
-            total.masked_fill_(total == 0, 1.0)  # an empty row: 0 / 1, not 0 / 0
             out[where] = chunk.by_head(chunk.weigh(p, strip).mul_(kept / total))
     return out, lse
 
@@ -269,8 +329,9 @@ def _backward(
     return [x for x in (dq, dk, dv) if x is not None] + given
 
 
-def _chunks(call: Call, height: int, width: int) -> Iterator[_Chunk]:
-    """Cut a call into chunks of batch items and kv heads, and each into strips of at most about STRIP scores."""
+def _chunks(call: Call, height: int, width: int, *, together: bool = False) -> Iterator[_Chunk]:
+    """Cut a call into chunks of batch items and kv heads (or all of these `together`), and each into strips of at most
+    about STRIP scores."""
     batch, heads, queries, keys = call.shape
     groups = call.k.shape[1]
     if not (batch and heads and queries):
@@ -280,6 +341,8 @@ def _chunks(call: Call, height: int, width: int) -> Iterator[_Chunk]:
     one = shared * max(seen, 1)  # scores of one row of one kv head
     rows = height or min(_rows(one, groups), queries if seen == keys else MANY_ROWS)
     g = min(groups, max(1, STRIP // (one * min(rows, queries))))
+    if together:
+        g, rows = groups, min(rows, max(1, 4 * STRIP // (one * groups)))
     c = min(batch, max(1, STRIP // (one * g * min(rows, queries)))) if g == groups and rows >= queries else 1
     survey = _survey(call, rows, width or min(TILE, max(keys, 1)))
     careful = call.mask is not None and not _finite(call.k, call.v)

@@ -6,9 +6,11 @@ A kernel is a module (or object) with
     why_not(call) -> str | None           None where it can serve the call, else why not, in words
     forward(call) -> (out, lse)           out (B, H, N, E) in q's dtype; lse (B, H, N) in `accumulation_dtype`
     output(call) -> out                   the same without lse, where that is cheaper
+    look(call, survey) -> (out, lse)      the same while the weights are shown to measures; without gradient
     worth(call) -> bool                   whether "auto" should take it rather than ask the next one
 
-both differentiable in q, k, v, the biases' weights and the sinks. All kernels give the answer of `reference`.
+`forward` and `output` are differentiable in q, k, v, the biases' weights and the sinks. All kernels give the answer of
+`reference`.
 
 Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v.
 """
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from regard.kernels.dropout import Dropout
 from regard.masks import Grid, Mask, Tile
+from regard.measures import Survey
 from regard.positions import Bias
 
 __all__ = ["Call", "Kernel", "accumulation_dtype"]
@@ -121,3 +124,5 @@ class Kernel(Protocol):
     def forward(self, call: Call) -> tuple[Tensor, Tensor]: ...
 
     def output(self, call: Call) -> Tensor: ...
+
+    def look(self, call: Call, survey: Survey, *, output: bool = True) -> tuple[Tensor | None, Tensor]: ...

@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.kernels import blockwise
 from regard.kernels.call import Call
 from regard.kernels.operators import first_derivatives_only
 from regard.kernels.tracing import in_torch_func, traced
 from regard.masks import Causal, Mask, conjuncts
+from regard.measures import Survey
 from regard.positions import DenseBias
 
-__all__ = ["forward", "name", "output", "why_not"]
+__all__ = ["forward", "look", "name", "output", "why_not"]
 
 name = "fused"
 
@@ -121,6 +123,13 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     if mask is not None:  # torch writes 0 for a row that may see nothing
         lse = lse.masked_fill(mask.isneginf().all(-1), float("-inf"))
     return (output(call) if torch.is_grad_enabled() else out), lse
+
+
+def look(call: Call, survey: Survey, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
+    """torch's output and log-sum-exp; then the weights, from the latter."""
+    out, lse = forward(call)
+    blockwise.replay(call, lse, survey)
+    return (out if output else None), lse
 
 
 def _contiguous(call: Call) -> bool:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from regard.kernels.call import Call
+from regard.measures import Strip, Survey
 from regard.positions import DenseBias
 
-__all__ = ["STAGES", "forward", "name", "output", "scores", "weights", "why_not"]
+__all__ = ["STAGES", "forward", "look", "name", "output", "scores", "weights", "why_not"]
 
 name = "reference"
 STAGES = ("scaled", "capped", "biased", "weights")
@@ -71,6 +72,16 @@ def output(call: Call) -> Tensor:
     if call.mask is None and not call.biases and call.sinks is None:  # nothing is hidden: plain softmax will do
         return _values(call, scores(call).softmax(-1))
     return forward(call)[0]
+
+
+def look(call: Call, survey: Survey, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
+    """The same, the weights shown to some measures as one strip."""
+    p, lse = weights(call)
+    batch, heads, n, m = call.shape
+    if m and n:
+        everything = (slice(0, batch), slice(0, heads), slice(0, n), [slice(0, m)])
+        survey.add(Strip(survey.plane, *everything, weights=p, mass=p.sum(-1)))
+    return (_values(call, p) if output else None), lse
 
 
 def _values(call: Call, p: Tensor) -> Tensor:

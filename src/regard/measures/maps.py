@@ -1,0 +1,101 @@
+"""Pictures of the plane: pooled to any resolution, a region in full, the strongest links.
+
+Letters: B batch, H query heads, G kv heads, N queries, M keys, E head width of v, W model width;
+c, h, n, m the same within one strip.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.errors import bad_value
+from regard.measures.strip import Measure, Plane, Strip, count
+
+__all__ = ["Crop", "Heatmap", "Links", "TopLinks"]
+
+
+class Heatmap(Measure):
+    """The map at any resolution: each cell is the exact sum of its weights, (B, H, rows, cols). Row i of N falls
+    into cell i * rows // N. Where there are fewer queries or keys than cells, each has a cell of its own."""
+
+    gives = {"heatmap": "map"}
+
+    def __init__(self, rows: int = 64, cols: int | None = None) -> None:
+        self.rows = count("rows", rows, 1)
+        self.cols = self.rows if cols is None else count("cols", cols, 1)
+
+    def prepare(self, plane: Plane) -> tuple[Tensor, Tensor]:
+        """The cell of each query (N,) and of each key (M,)."""
+        device = plane.k_positions.device
+        return tuple(
+            torch.arange(size, device=device) * min(cells, size) // max(size, 1)
+            for cells, size in ((self.rows, plane.queries), (self.cols, plane.keys))
+        )  # type: ignore[return-value]
+
+    def begin(self, plane: Plane) -> Tensor:
+        return plane.new(min(self.rows, plane.queries), min(self.cols, plane.keys))
+
+    def add(self, state: Tensor, strip: Strip, prepared: tuple[Tensor, Tensor]) -> None:
+        rows, cols = prepared[0][strip.rows], strip.of_keys(prepared[1][None])[0]
+        first, last = int(cols[0]), int(cols[-1]) + 1
+        if last - first == cols.numel():
+            part = strip.weights
+        else:
+            part = strip.weights @ torch.nn.functional.one_hot(cols - first).to(strip.weights.dtype)
+        state[strip.batch, strip.heads, :, first:last].index_add_(2, rows, part)
+
+
+class Crop(Measure):
+    """A region of the map in full: queries r0 to r1 against keys c0 to c1 (as slices), (B, H, r1 - r0, c1 - c0).
+    What lies beyond the map is cut off."""
+
+    gives = {"crop": "map"}
+
+    def __init__(self, r0: int, r1: int, c0: int, c1: int) -> None:
+        for what, first, last in (("rows", r0, r1), ("cols", c0, c1)):
+            count(what, first, 0)
+            if not count(what, last, 0) > first:
+                raise bad_value(f"Crop {what}", expected="a first before the last", received=f"{first} and {last}")
+        self.r0, self.r1, self.c0, self.c1 = r0, r1, c0, c1
+
+    def begin(self, plane: Plane) -> Tensor:
+        rows, cols = min(self.r1, plane.queries) - self.r0, min(self.c1, plane.keys) - self.c0
+        return plane.new(max(rows, 0), max(cols, 0))
+
+    def add(self, state: Tensor, strip: Strip, prepared: Any) -> None:
+        r0, r1 = max(strip.rows.start, self.r0), min(strip.rows.stop, self.r1)
+        if r0 >= r1:
+            return
+        part = strip.weights[:, :, r0 - strip.rows.start : r1 - strip.rows.start]
+        inside = (strip.columns >= self.c0) & (strip.columns < self.c1)
+        columns = strip.columns[inside] - self.c0
+        state[strip.batch, strip.heads, r0 - self.r0 : r1 - self.r0, columns] = part[..., inside]
+
+
+class TopLinks(NamedTuple):
+    """The strongest links of each query, strongest first. Where there are fewer keys: key -1, weight 0."""
+
+    keys: Tensor  # (B, H, N, k) integers
+    weights: Tensor  # (B, H, N, k)
+
+
+class Links(Measure):
+    """The `k` keys that each query looks at most, with their weights: a `TopLinks` of two (B, H, N, k)."""
+
+    gives = {"links": "query"}
+
+    def __init__(self, k: int = 8) -> None:
+        self.k = count("k", k, 1)
+
+    def begin(self, plane: Plane) -> TopLinks:
+        k = min(self.k, plane.keys)
+        return TopLinks(plane.new(plane.queries, k, dtype=torch.int64).fill_(-1), plane.new(plane.queries, k))
+
+    def add(self, state: TopLinks, strip: Strip, prepared: Any) -> None:
+        k = min(self.k, strip.weights.shape[-1])
+        weights, columns = strip.weights.topk(k, -1)
+        state.keys[strip.where][..., :k] = strip.columns[columns].masked_fill_(weights == 0, -1)
+        state.weights[strip.where][..., :k] = weights

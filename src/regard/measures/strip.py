@@ -1,0 +1,234 @@
+"""The contract of measures: a `Strip` of weights, the `Plane` that it is cut from, and what a `Measure` does with it.
+
+Letters: B batch, H query heads, G kv heads, N queries, M keys, E head width of v, W model width;
+c, h, n, m the same within one strip.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from regard.errors import bad_type, bad_value
+
+__all__ = ["Measure", "PerKey", "PerQuery", "Plane", "Strip", "add_to_keys", "count"]
+
+
+@dataclass(frozen=True)
+class Plane:
+    """The whole of what is measured: its sizes, where its tokens stand, and what is known about them."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    q_positions: Tensor  # (1|B, N)
+    k_positions: Tensor  # (1|B, M)
+    dtype: torch.dtype
+    values: Tensor | None = None  # (B, G, M, E)
+    out_weight: Tensor | None = None  # (W, H * E), as `nn.Linear` stores it
+    ids: Tensor | None = None  # (1|B, N) token ids of the queries
+    key_ids: Tensor | None = None  # (1|B, M) and of the keys
+
+    def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Zeros (B, H, *shape)."""
+        device = self.k_positions.device
+        return torch.zeros(self.batch, self.heads, *shape, dtype=dtype or self.dtype, device=device)
+
+    @functools.cached_property
+    def ascending(self) -> bool:
+        """Whether the keys' positions rise from slot to slot, so that a position is found by bisection."""
+        return bool((self.k_positions[:, 1:] > self.k_positions[:, :-1]).all())
+
+
+@dataclass
+class Strip:
+    """Some rows of some heads of some batch items, against all keys that they may see. Read it, do not write to it."""
+
+    plane: Plane
+    batch: slice
+    heads: slice
+    rows: slice
+    runs: list[slice]  # of key slots, ascending
+    weights: Tensor  # (c, h, n, m)
+    mass: Tensor  # (c, h, n): what the row sums to: 1, below 1 with sinks, 0 where it sees nothing
+    logs: Tensor | None = None  # (c, h, n, m): log2 of P times `total`, finite everywhere; from kernels that have it
+    total: Tensor | None = None  # (c, h, n)
+
+    @property
+    def where(self) -> tuple[slice, slice, slice]:
+        """Its place in a (B, H, N) tensor."""
+        return self.batch, self.heads, self.rows
+
+    @functools.cached_property
+    def columns(self) -> Tensor:
+        """The slots of its keys: (m,)"""
+        device = self.weights.device
+        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs])
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """The strip's part of a tensor (1|B, ..., M)."""
+        x = x if x.shape[0] == 1 else x[self.batch]
+        parts = [x[..., run] for run in self.runs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """The strip's part of a tensor (1|B, ..., N)."""
+        return (x if x.shape[0] == 1 else x[self.batch])[..., self.rows]
+
+    @functools.cached_property
+    def q_positions(self) -> Tensor:
+        """(1|c, n)"""
+        return self.of_queries(self.plane.q_positions)
+
+    @functools.cached_property
+    def k_positions(self) -> Tensor:
+        """(1|c, m)"""
+        return self.of_keys(self.plane.k_positions)
+
+    @functools.cached_property
+    def entropies(self) -> Tensor:
+        """-sum_j P_ij ln P_ij: (c, h, n)"""
+        if self.logs is None or self.total is None:
+            return torch.special.entr(self.weights).sum(-1)
+        # ln P = ln 2 (logs - log2 total): no logarithm per weight
+        mean = torch.linalg.vecdot(self.weights, self.logs)
+        return (self.mass * self.total.log2() - mean) * math.log(2)
+
+    def times(self, per_key: Tensor) -> Tensor:
+        """sum_j P_ij x_j, as a matrix product: x (1|c, 1|h, m) -> (c, h, n); x (1|c, 1|h, m, X) -> (c, h, n, X)."""
+        if per_key.dim() == 4:
+            return self.weights @ per_key.to(self.weights.dtype)
+        return (self.weights @ per_key.to(self.weights.dtype)[..., None])[..., 0]
+
+    def where_true(self, pairs: Tensor) -> Tensor:
+        """The mass on some pairs, a boolean tensor (1|c, n, m), mostly False: (c, h, n)."""
+        result = torch.zeros_like(self.mass)
+        item, row, column = pairs.nonzero(as_tuple=True)
+        if pairs.shape[0] == 1:
+            result.index_add_(2, row, self.weights[:, :, row, column])
+        else:
+            # (indexing by two tensors with a slice between them puts their axis first)
+            result.transpose(1, 2).index_put_((item, row), self.weights[item, :, row, column], accumulate=True)
+        return result
+
+    def at(self, positions: Tensor) -> Tensor:
+        """The mass on the key that stands at `positions` (1|c, n), one for each query: (c, h, n)."""
+        keys = self.k_positions
+        if not self.plane.ascending:
+            return self.where_true(keys[:, None, :] == positions[:, :, None])
+        items = max(keys.shape[0], positions.shape[0])
+        keys, positions = (x.expand(items, -1).contiguous() for x in (keys, positions))
+        found = torch.searchsorted(keys, positions).clamp_(max=keys.shape[1] - 1)
+        hit = keys.gather(1, found) == positions  # (1|c, n)
+        index = found[:, None, :, None].expand(*self.weights.shape[:3], 1)
+        return self.weights.gather(-1, index)[..., 0] * hit[:, None]
+
+    def near(self, before: int, after: int) -> tuple[slice, Tensor]:
+        """The columns in which keys may stand that are at most `before` before or `after` after a query, and how far
+        ahead of each query they are: (1|c, 1, n, columns)."""
+        keys, queries = self.k_positions, self.q_positions
+        columns = slice(0, keys.shape[1])
+        if self.plane.ascending:
+            low, high = queries.amin(-1, keepdim=True) - before, queries.amax(-1, keepdim=True) + after
+            items = max(keys.shape[0], queries.shape[0])
+            keys_of, low, high = (x.expand(items, -1).contiguous() for x in (keys, low, high))
+            first = torch.searchsorted(keys_of, low).min()
+            last = torch.searchsorted(keys_of, high, right=True).max()
+            columns = slice(int(first), int(last))
+        return columns, (keys[:, None, columns] - queries[:, :, None])[:, None]
+
+    def by_offset(self, before: int, after: int) -> Iterator[tuple[int, Tensor]]:
+        """Offsets -before ... after, and the mass (c, h, n) of each query on the key that stands there."""
+        for offset in range(-before, after + 1):
+            yield offset, self.at(self.q_positions + offset)
+
+
+class Measure:
+    """Base of all measures. `gives` names what comes out, and which axis it is laid along:
+
+    "query"   (B, H, N, ...)   a number per query
+    "key"     (B, H, M)        a sum over queries, for each key
+    "mean"    (B, H, ...)      a mean over the queries that count
+    "sum"     (B, ...)         a sum over queries
+    "map"     (B, H, ...)      a picture of the whole plane
+    """
+
+    gives: ClassVar[dict[str, str]]
+    needs_ids: ClassVar[bool] = False
+    needs_out_weight: ClassVar[bool] = False
+    needs_logs: ClassVar[bool] = False
+    needs_all_heads: ClassVar[bool] = False  # whether a strip must hold all of them
+
+    def prepare(self, plane: Plane) -> Any:
+        """What all strips need, computed once."""
+        return None
+
+    def begin(self, plane: Plane) -> Any:
+        """Memory for the result."""
+        raise NotImplementedError
+
+    def add(self, state: Any, strip: Strip, prepared: Any) -> None:
+        """Take from a strip what is wanted."""
+        raise NotImplementedError
+
+    def end(self, state: Any, seen: Tensor) -> dict[str, Any]:
+        """The results by name. `seen` (B, H, N) says which queries see a key."""
+        return {next(iter(self.gives)): state}
+
+    def counted(self, plane: Plane, prepared: Any) -> Tensor | None:
+        """Which queries (1|B, N) count in a mean; None for all that see a key."""
+        return None
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if isinstance(v, (int, float)))
+        return f"{type(self).__name__}({shown})"
+
+
+class PerQuery(Measure):
+    """A number per query: (B, H, N)."""
+
+    def of(self, strip: Strip, prepared: Any) -> Tensor:
+        """The number of each query of the strip: (c, h, n)."""
+        raise NotImplementedError
+
+    def begin(self, plane: Plane) -> Tensor:
+        return plane.new(plane.queries)
+
+    def add(self, state: Tensor, strip: Strip, prepared: Any) -> None:
+        state[strip.where] = self.of(strip, prepared)
+
+
+class PerKey(Measure):
+    """A number per key, summed over queries: (B, H, M)."""
+
+    def of(self, strip: Strip, prepared: Any) -> Tensor:
+        """What the strip gives to each of its keys: (c, h, m)."""
+        raise NotImplementedError
+
+    def begin(self, plane: Plane) -> Tensor:
+        return plane.new(plane.keys)
+
+    def add(self, state: Tensor, strip: Strip, prepared: Any) -> None:
+        add_to_keys(state, strip, self.of(strip, prepared))
+
+
+def add_to_keys(state: Tensor, strip: Strip, sums: Tensor) -> None:
+    at = 0
+    for run in strip.runs:
+        state[strip.batch, strip.heads, run] += sums[..., at : at + run.stop - run.start]
+        at += run.stop - run.start
+
+
+def count(what: str, value: object, at_least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise bad_type(what, expected="an integer", received=f"{type(value).__name__} {value!r}")
+    if value < at_least:
+        raise bad_value(what, expected=f"at least {at_least}", received=value)
+    return value

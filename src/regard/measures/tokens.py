@@ -1,0 +1,174 @@
+"""Attention by what the tokens are: classes of them, and earlier copies of the same.
+
+Letters: B batch, H query heads, G kv heads, N queries, M keys, E head width of v, W model width;
+c, h, n, m the same within one strip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from regard.errors import bad_type, bad_value, shape_of
+from regard.measures.strip import Measure, PerQuery, Plane, Strip
+
+__all__ = ["Duplicate", "Induction", "Tokens"]
+
+
+class Tokens(Measure):
+    """The mass on classes of tokens: (B, H, N, K) for K classes, in the order of `kinds`.
+
+    `kinds` maps a name to token ids (a list of integers: the keys whose id is one of them), to a boolean mask of keys
+    (M,) or (B, M), or to "same": the keys with the query's own token, wherever they are.
+
+    >>> Tokens({"separator": [102], "same": "same"}).names
+    ('separator', 'same')
+    """
+
+    gives = {"tokens": "query"}
+
+    def __init__(self, kinds: Mapping[str, Sequence[int] | Tensor | str]) -> None:
+        if not isinstance(kinds, Mapping) or not kinds:
+            raise bad_type("Tokens kinds", expected="a mapping from names to token ids, masks of keys, or 'same'",
+                           received=repr(kinds))  # fmt: skip
+        self.kinds: dict[str, Tensor | None] = {}
+        for name, which in kinds.items():
+            if isinstance(which, str):
+                if which != "same":
+                    raise bad_value(f"Tokens {name!r}", expected="token ids, a boolean mask of keys, or 'same'",
+                                    received=repr(which))  # fmt: skip
+                self.kinds[name] = None
+                continue
+            ids = torch.as_tensor(which)
+            if ids.is_floating_point() or ids.dim() not in (1, 2) or (ids.dim() == 2 and ids.dtype is not torch.bool):
+                raise bad_type(f"Tokens {name!r}", expected="token ids (K,), or a boolean mask of keys (M,) or (B, M)",
+                               received=f"dtype {ids.dtype}, shape {shape_of(ids)}")  # fmt: skip
+            self.kinds[name] = ids
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The classes, in the order of the last axis."""
+        return tuple(self.kinds)
+
+    @property
+    def needs_ids(self) -> bool:  # type: ignore[override]
+        return any(which is None or which.dtype is not torch.bool for which in self.kinds.values())
+
+    def prepare(self, plane: Plane) -> Tensor:
+        """Which keys belong to which class: (1|B, K, M)."""
+        rows = []
+        for name, which in self.kinds.items():
+            if which is None:
+                row = torch.zeros(1, plane.keys, dtype=torch.bool, device=plane.k_positions.device)
+            elif which.dtype is torch.bool:
+                row = which.to(plane.k_positions.device).view(-1, which.shape[-1])
+                if row.shape[1] != plane.keys or row.shape[0] not in (1, plane.batch):
+                    raise bad_value(f"Tokens {name!r}", expected=f"a mask of {plane.keys} keys",
+                                    received=f"shape {shape_of(which)}")  # fmt: skip
+            else:
+                row = torch.isin(_key_ids(plane, self), which.to(plane.k_positions.device))
+            rows.append(row)
+        items = max(row.shape[0] for row in rows)
+        return torch.stack([row.expand(items, -1) for row in rows], 1)
+
+    def begin(self, plane: Plane) -> Tensor:
+        return plane.new(plane.queries, len(self.kinds))
+
+    def add(self, state: Tensor, strip: Strip, prepared: Tensor) -> None:
+        masses = strip.times(strip.of_keys(prepared).mT[:, None])  # (c, h, n, K)
+        for number, which in enumerate(self.kinds.values()):
+            if which is None:
+                ids, key_ids = strip.of_queries(_ids(strip.plane, self)), strip.of_keys(_key_ids(strip.plane, self))
+                masses[..., number] = strip.where_true(ids[:, :, None] == key_ids[:, None, :])
+        state[strip.where] = masses
+
+
+class _Copies(PerQuery):
+    """The mass on what stands `after` tokens after the earlier copies of the query's token. Queries whose token has no
+    earlier copy have 0 and do not count."""
+
+    needs_ids: ClassVar[bool] = True
+    after: ClassVar[int]
+
+    def __init__(self, ids: Tensor | None = None) -> None:
+        if ids is not None and (not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() not in (1, 2)):
+            raise bad_type(f"{type(self).__name__} ids", expected="integer token ids (M,) or (B, M)",
+                           received=f"{type(ids).__name__} {getattr(ids, 'shape', ids)}")  # fmt: skip
+        self.ids = ids
+
+    def prepare(self, plane: Plane) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries' ids (1|B, N); for each key the token `after` before it, its id and position (1|B, M)."""
+        ids, key_ids = _ids(plane, self), _key_ids(plane, self)
+        positions = plane.k_positions
+        if self.after:
+            key_ids = torch.cat([key_ids[:, :0].new_full((key_ids.shape[0], self.after), _NO_TOKEN), key_ids], 1)
+            first = positions.new_full((positions.shape[0], self.after), torch.iinfo(torch.int64).max)
+            positions = torch.cat([first, positions], 1)
+            key_ids, positions = key_ids[:, : plane.keys], positions[:, : plane.keys]
+        return ids, key_ids, positions
+
+    def of(self, strip: Strip, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        ids, copies, positions = prepared
+        same = strip.of_queries(ids)[:, :, None] == strip.of_keys(copies)[:, None, :]
+        earlier = strip.of_keys(positions)[:, None, :] < strip.q_positions[:, :, None]
+        return strip.where_true(same & earlier)
+
+    def counted(self, plane: Plane, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """A token counts if the first of its kind stands before it."""
+        ids, key_ids = prepared[0], _key_ids(plane, self)
+        items = max(x.shape[0] for x in (ids, key_ids, plane.q_positions, plane.k_positions))
+        ids, key_ids, q_positions, k_positions = (
+            x.expand(items, -1) for x in (ids, key_ids, plane.q_positions, plane.k_positions)
+        )
+        kinds, number = torch.unique(torch.cat([ids, key_ids], 1), return_inverse=True)
+        first = k_positions.new_full((items, kinds.numel()), torch.iinfo(torch.int64).max)
+        first.scatter_reduce_(1, number[:, ids.shape[1] :], k_positions, "amin")
+        return first.gather(1, number[:, : ids.shape[1]]) < q_positions
+
+
+class Induction(_Copies):
+    """The mass on the token after each earlier copy of the query's token: sum of P_i,j+1 over j < i with the same token
+    (prefix matching, Olsson et al. 2022)."""
+
+    gives = {"induction": "query"}
+    after = 1
+
+
+class Duplicate(_Copies):
+    """The mass on earlier copies of the query's token: sum of P_ij over j < i, same token (Wang et al. 2022)."""
+
+    gives = {"duplicate": "query"}
+    after = 0
+
+
+def _ids(plane: Plane, measure: Measure) -> Tensor:
+    """The queries' token ids (1|B, N): the plane's, or the last N of the measure's own."""
+    own = getattr(measure, "ids", None)
+    if own is None and plane.ids is not None:
+        return plane.ids
+    keys = _key_ids(plane, measure)
+    if plane.queries > keys.shape[1]:
+        raise bad_value(f"{type(measure).__name__} ids", expected=f"those of {plane.queries} queries",
+                        received=f"those of {keys.shape[1]} keys")  # fmt: skip
+    return keys[:, keys.shape[1] - plane.queries :]
+
+
+def _key_ids(plane: Plane, measure: Measure) -> Tensor:
+    """The keys' token ids (1|B, M)."""
+    own = getattr(measure, "ids", None)
+    ids = plane.key_ids if own is None else own.to(plane.k_positions.device)
+    name = type(measure).__name__
+    if ids is None:
+        raise bad_value(name, expected="token ids", received="none", remedy=f"{name}(ids), integers (M,) or (B, M)"
+                        if name != "Tokens" else "measure(..., ids=...), integers (M,) or (B, M)")  # fmt: skip
+    ids = ids[None] if ids.dim() == 1 else ids
+    if ids.shape[1] != plane.keys or ids.shape[0] not in (1, plane.batch):
+        raise bad_value(f"{name} ids", expected=f"shape ({plane.keys},) or ({plane.batch}, {plane.keys})",
+                        received=f"shape {shape_of(ids)}")  # fmt: skip
+    return ids
+
+
+_NO_TOKEN = torch.iinfo(torch.int64).min

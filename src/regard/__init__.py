@@ -3,6 +3,7 @@
 from regard import cache, configurations, kernels, layouts, masks, measures, models, positions
 from regard.attention import attend, attention_weights, explain, measure
 from regard.cache import KVCache, RollingCache
+from regard.heads import watch
 from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.layouts import swap
 
@@ -26,4 +27,5 @@ __all__ = [
     "models",
     "positions",
     "swap",
+    "watch",
 ]

@@ -227,13 +227,16 @@ def look(
     ids: Tensor | None = None,
     key_ids: Tensor | None = None,
     out_weight: Tensor | None = None,
+    first_key: int = 0,
     output: bool = False,
     kernel: str = "auto",
 ) -> Measurements:
     """The same for a prepared call. `ids` (1|B, N) are the queries' own where they are not those of the last keys."""
     batch, heads, n, m = call.shape
     tile = call.whole()
-    plane = Plane(batch, heads, n, m, tile.q_positions, tile.k_positions, call.dtype, values, out_weight, ids, key_ids)
+    plane = Plane(
+        batch, heads, n, m, tile.q_positions, tile.k_positions, call.dtype, values, out_weight, ids, key_ids, first_key
+    )
     if kernel == "auto":
         chosen = blockwise if blockwise.worth(call) else reference
     else:

@@ -97,5 +97,5 @@ class Links(Measure):
     def add(self, state: TopLinks, strip: Strip, prepared: Any) -> None:
         k = min(self.k, strip.weights.shape[-1])
         weights, columns = strip.weights.topk(k, -1)
-        state.keys[strip.where][..., :k] = strip.columns[columns].masked_fill_(weights == 0, -1)
+        state.keys[strip.where][..., :k] = strip.numbers[columns].masked_fill_(weights == 0, -1)
         state.weights[strip.where][..., :k] = weights

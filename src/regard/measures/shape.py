@@ -50,7 +50,7 @@ class Peak(Measure):
     def add(self, state: tuple[Tensor, Tensor], strip: Strip, prepared: Any) -> None:
         peak, column = strip.weights.max(-1)
         state[0][strip.where] = peak
-        state[1][strip.where] = strip.columns[column].masked_fill(strip.mass == 0, -1)
+        state[1][strip.where] = strip.numbers[column].masked_fill(strip.mass == 0, -1)
 
     def end(self, state: tuple[Tensor, Tensor], seen: Tensor) -> dict[str, Tensor]:
         return {"peak": state[0], "target": state[1]}
@@ -165,7 +165,8 @@ class OnFirst(PerQuery):
     gives = {"on_first": "query"}
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
-        return strip.weights[..., 0] if strip.runs[0].start == 0 else torch.zeros_like(strip.mass)
+        here = strip.runs[0].start == 0 and strip.plane.first_key == 0
+        return strip.weights[..., 0] if here else torch.zeros_like(strip.mass)
 
 
 _TINY = torch.finfo(torch.float32).tiny

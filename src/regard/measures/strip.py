@@ -35,6 +35,7 @@ class Plane:
     out_weight: Tensor | None = None  # (W, H * E), as `nn.Linear` stores it
     ids: Tensor | None = None  # (1|B, N) token ids of the queries
     key_ids: Tensor | None = None  # (1|B, M) and of the keys
+    first_key: int = 0  # the number of the first key in the whole text, where earlier ones are not here any more
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros (B, H, *shape)."""
@@ -71,6 +72,11 @@ class Strip:
         """The slots of its keys: (m,)"""
         device = self.weights.device
         return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs])
+
+    @property
+    def numbers(self) -> Tensor:
+        """The numbers of its keys in the whole text: (m,)"""
+        return self.columns + self.plane.first_key
 
     def of_keys(self, x: Tensor) -> Tensor:
         """The strip's part of a tensor (1|B, ..., M)."""

@@ -1,0 +1,130 @@
+"""One attention that a model computes, as those see it who look at it or change it; and the words of others for it.
+
+Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v,
+W model width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from regard.attention import prepare
+from regard.kernels import Call
+from regard.masks import Causal, Keep
+
+__all__ = ["Attention", "from_huggingface", "from_sdpa", "output_weight", "with_additive_mask"]
+
+
+@dataclass
+class Attention:
+    """What is known of it. Either a `call` (q, k, v and everything that decides the weights), or, where the model wrote
+    attention by hand, the `weights` (B, H, N, M) themselves, before dropout."""
+
+    layer: str
+    module: nn.Module
+    forward: int  # in which outermost call of the model
+    kind: Literal["self", "cross"]
+    call: Call | None = None
+    weights: Tensor | None = None
+    ids: Tensor | None = None  # (1|B, N)
+    out_weight: Tensor | None = None  # (W, H * E)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, N, M)"""
+        if self.call is not None:
+            return self.call.shape
+        assert self.weights is not None
+        batch, heads, n, m = self.weights.shape
+        return batch, heads, n, m
+
+
+def with_additive_mask(mask: Tensor) -> dict[str, Any]:
+    """`mask` and `bias` of `attend` for a mask that is boolean (True sees), or added to the scores. What adds -inf, or
+    the lowest numbers of its dtype, hides; a row that would add it everywhere sees nothing.
+
+    >>> with_additive_mask(torch.tensor([[0.0, float("-inf")]]))
+    {'mask': Keep((1, 1, 1, 2)), 'bias': None}
+    """
+    while mask.dim() > 4 and mask.shape[0] == 1:
+        mask = mask[0]
+    while mask.dim() < 4:
+        mask = mask[None]
+    if mask.dtype is torch.bool:
+        return {"mask": Keep(mask), "bias": None}
+    visible = mask > torch.finfo(mask.dtype).min / 2
+    added = mask.masked_fill(~visible, 0.0)
+    return {
+        "mask": None if visible.all() else Keep(visible),
+        "bias": added if added.any() else None,
+    }
+
+
+def from_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Call:
+    """From the arguments of `F.scaled_dot_product_attention`, with four axes: True sees, causal from the top left."""
+    options: dict[str, Any] = {"mask": None, "bias": None}
+    if attn_mask is not None:
+        options = with_additive_mask(attn_mask.detach())
+    if is_causal:
+        causal = Causal()
+        options |= {"mask": causal if options["mask"] is None else causal & options["mask"], "positions": 0}
+    q, k, v = (x.detach() for x in (query, key, value))
+    if not enable_gqa and k.shape[1] != q.shape[1]:
+        k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
+    batch = max(x.shape[0] for x in (q, k, v))
+    q, k, v = (x.expand(batch, -1, -1, -1) for x in (q, k, v))
+    return prepare(q, k, v, scale=scale, **options)
+
+
+def from_huggingface(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, eager: bool, **options: Any
+) -> Call:
+    """From what transformers hands to an attention function: kv heads as they are, softcap, sinks, a bias of positions.
+
+    A mask that is missing means causal to all of its functions but the eager one, by the module's own word.
+    """
+    q, k, v = (x.detach() for x in (query, key, value))
+    said: dict[str, Any] = {"mask": None, "bias": None}
+    if attention_mask is not None:
+        said = with_additive_mask(attention_mask[..., : k.shape[2]].detach())
+    elif not eager and q.shape[2] > 1:
+        causal = options.get("is_causal")
+        if causal if causal is not None else getattr(module, "is_causal", True):
+            k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
+            said = {"mask": Causal(), "bias": None, "positions": 0}
+    bias = options.get("position_bias")
+    if bias is not None:
+        bias = bias.detach()[..., : k.shape[2]]
+        said["bias"] = bias if said["bias"] is None else [bias, said["bias"]]
+    sinks = options.get("s_aux")
+    return prepare(
+        q,
+        k,
+        v,
+        scale=options.get("scaling"),
+        softcap=options.get("softcap"),
+        sinks=None if sinks is None else sinks.detach().flatten().to(q.dtype),
+        **said,
+    )
+
+
+def output_weight(module: nn.Module, heads: int, width: int) -> Tensor | None:
+    """The weight (W, H * E) of the module's output projection, by the names that are common for it; else None."""
+    for name in ("out_proj", "o_proj"):
+        weight = getattr(getattr(module, name, None), "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == heads * width:
+            return weight.detach()
+    return None

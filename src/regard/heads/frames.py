@@ -1,0 +1,148 @@
+"""Which module is running: the stack of forward calls below a root, by hooks.
+
+A layer is named by the module whose forward computes the attention. Where one module is called several times within one
+forward of the root (ALBERT), its k-th call, counted from 0, is `name#k`; the first keeps the plain name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Frame", "Frames"]
+
+# Arguments by which modules are handed what they attend to, if it is not their own input.
+_OTHERS = ("encoder_hidden_states", "key_value_states", "cross_attention_states", "memory", "context", "key")
+_NOT_TOKENS = ("mask", "position", "type", "label", "length", "cache", "index", "indices")
+
+
+@dataclass
+class Frame:
+    """One forward call in progress."""
+
+    module: nn.Module
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def given(self, name: str) -> Any:
+        """An argument of the call by its name, wherever it stands; None where there is none."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        names = _parameters(type(self.module).forward)
+        at = names.index(name) if name in names else len(self.args)
+        return self.args[at] if at < len(self.args) else None
+
+    @property
+    def batch(self) -> tuple[int, int] | None:
+        """The first two sizes of the first floating-point input of three axes: (B, N) or (N, B)."""
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3:
+                return value.shape[0], value.shape[1]
+        return None
+
+    def looks_elsewhere(self) -> bool | None:
+        """Whether this is cross attention, by the arguments of the call; None where they do not tell."""
+        names = _parameters(type(self.module).forward)
+        first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
+        known = [name for name in _OTHERS if name in names]
+        if not known:
+            return None
+        others = [other for name in known if isinstance(other := self.given(name), Tensor)]
+        return any(other is not first for other in others)
+
+    def token_ids(self) -> list[Tensor]:
+        """Integer inputs (B, n) that may be token ids."""
+        named = {k: v for k, v in self.kwargs.items() if not any(word in k for word in _NOT_TOKENS)}
+        return [x for x in (*self.args[:2], *named.values()) if _is_ids(x)]
+
+
+def _is_ids(x: object) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 2 and x.dtype in (torch.int64, torch.int32)
+
+
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a forward's parameters, without self."""
+    if forward not in _SIGNATURES:
+        _SIGNATURES[forward] = tuple(inspect.signature(forward).parameters)[1:]
+    return _SIGNATURES[forward]
+
+
+_SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {}
+
+
+@dataclass
+class Frames:
+    """The forward calls in progress below `root`, outermost first. Only those of the thread that made this count."""
+
+    root: nn.Module
+    stack: list[Frame] = field(default_factory=list)
+    forwards: int = 0  # outermost calls so far
+    elsewhere: bool = False  # whether another thread ran the model
+    on_exit: Callable[[Frame], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.names = {module: name or type(module).__name__ for name, module in self.root.named_modules()}
+        self.thread = threading.get_ident()
+        self.handles: list[Any] = []
+
+    def install(self) -> None:
+        """Hook into every module below the root that can be."""
+        for module in self.names:
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # compiled for good: nothing can be seen inside
+            self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def remove(self) -> None:
+        """Take the hooks out again."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self.stack.clear()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() != self.thread:
+            self.elsewhere = True
+            return
+        if not self.stack:
+            self.forwards += 1
+        self.stack.append(Frame(module, self.names[module], args, kwargs))
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if threading.get_ident() != self.thread:
+            return
+        # A module that raised before its hooks ran leaves its frame behind: drop everything above the one that ends.
+        while self.stack:
+            frame = self.stack.pop()
+            if self.on_exit is not None:
+                self.on_exit(frame)
+            if frame.module is module:
+                break
+
+    def current(self, module: nn.Module | None = None) -> Frame | None:
+        """The innermost call in progress, or that of a module; None outside the root, or in another thread."""
+        if threading.get_ident() != self.thread:
+            return None
+        for frame in reversed(self.stack):
+            if module is None or frame.module is module:
+                return frame
+        return None
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """What the inputs of the calls in progress say of (B, N), innermost first."""
+        return [frame.batch for frame in reversed(self.stack) if frame.batch is not None]
+
+    def ids(self, batch: int, length: int) -> Tensor | None:
+        """Token ids (1|B, length) among the inputs of the calls in progress, innermost first."""
+        for frame in reversed(self.stack):
+            for ids in frame.token_ids():
+                if ids.shape[0] in (1, batch) and ids.shape[1] == length:
+                    return ids.detach().to(torch.int64)
+        return None

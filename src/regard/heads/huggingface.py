@@ -1,0 +1,78 @@
+"""Sense of transformers' models: the functions that compute their attention, wrapped for as long as somebody looks.
+
+Models of transformers ask an interface for the function that computes attention ("sdpa", "eager", ...) and hand it q,
+unexpanded k and v, mask, softcap, sinks. For the duration the interface answers with a wrapper, which asks those who
+look at the module, and passes everyone else's calls through. No configuration is touched, so a model computes what it
+would have computed, down to the bit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+__all__ = ["Looker", "start", "stop"]
+
+Function = Callable[..., tuple[Tensor, Any]]
+
+
+class Looker(Protocol):
+    """Somebody who looks at some modules."""
+
+    def owns(self, module: nn.Module) -> bool: ...
+
+    def through(self, compute: Function, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Compute, and look; or change what comes out."""
+        ...
+
+
+_LOOKERS: list[Looker] = []  # the innermost last
+_ORIGINAL: list[Any] = []  # the interface's own `get_interface`, while it is replaced
+
+
+def start(looker: Looker) -> None:
+    """Begin to look. Where transformers is not in use nothing happens."""
+    interface = _interface()
+    if interface is not None and not _ORIGINAL:
+        original = interface.get_interface
+        _ORIGINAL.append(original)
+
+        def get_interface(self: Any, attn_implementation: str, default: Function) -> Function:
+            return _wrapper(attn_implementation, original(self, attn_implementation, default))
+
+        interface.get_interface = get_interface
+    _LOOKERS.append(looker)
+
+
+def stop(looker: Looker) -> None:
+    """Look no more; the last one puts the interface back as it was."""
+    _LOOKERS.remove(looker)
+    interface = _interface()
+    if not _LOOKERS and _ORIGINAL and interface is not None:
+        interface.get_interface = _ORIGINAL.pop()
+
+
+def _interface() -> Any:
+    """transformers' class, if it was imported: a model of it cannot be there otherwise."""
+    return getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+
+
+def _wrapper(name: str, original: Function) -> Function:
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        compute = original
+        for looker in _LOOKERS:  # the innermost is asked first, and calls the others
+            if looker.owns(module):
+                compute = _around(looker, compute, name)
+        return compute(module, *args, **kwargs)
+
+    return attention
+
+
+def _around(looker: Looker, compute: Function, name: str) -> Function:
+    def inner(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        return looker.through(compute, name, module, *args, **kwargs)
+
+    return inner

@@ -1,0 +1,468 @@
+"""What was seen: a record of every layer, from one forward or from many.
+
+A layer's text may come in pieces: a prompt, then token after token from a cache. Pieces that continue each other are joined
+to one map, as if the whole had been read at once. A second text begins a second sequence; from then on what was measured
+per query becomes a mean per head.
+
+Letters: B batch, H query heads, N queries, M keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from regard.attention import look
+from regard.errors import bad_type, bad_value
+from regard.heads.attention import Attention
+from regard.kernels import Call, reference
+from regard.measures import Measure, Measurements, Offsets, Plane, Strip, Survey, TopLinks, rollout
+
+__all__ = ["Layer", "Record"]
+
+DENSE = 2048  # tokens up to which rollout builds dense maps
+
+
+@dataclass
+class Piece:
+    """One call of attention within a sequence: its queries are numbers `first_query` ... of the whole text, its keys
+    `first_key` ..., and what was measured."""
+
+    first_query: int
+    first_key: int
+    queries: int
+    keys: int
+    found: Measurements
+    call: Call | None = None  # with neither k nor v, if it was kept
+    weights: Tensor | None = None  # (B, H, N, M) if it was kept and the model wrote attention by hand
+
+
+@dataclass
+class Text:
+    """One sequence: pieces that continue each other."""
+
+    shape: tuple[int, int]  # (B, H)
+    pieces: list[Piece] = field(default_factory=list)
+    total: int = 0  # keys so far, those that were dropped from a cache included
+    last_key: Tensor | None = None  # (B, G, D): by it the next piece is known to continue this one
+    first_keys: Tensor | None = None  # the same of cross attention: (B, G, D) of its first key
+    ids: Tensor | None = None  # (1|B, total)
+    keys: list[Tensor] = field(default_factory=list)  # kept: (B, G, m, D), each key once
+    values: list[Tensor] = field(default_factory=list)
+
+    @property
+    def queries(self) -> int:
+        """N of all pieces together."""
+        return sum(piece.queries for piece in self.pieces)
+
+
+class Layer:
+    """One layer's attention: what was measured by name, such as `.entropy`, (B, H, N) after one text; after several, means
+    per head (H,) over all queries that see a key, with their number in `.counts`."""
+
+    def __init__(self, name: str, kind: Literal["self", "cross"], measures: list[Measure]) -> None:
+        self.name, self.kind, self.measures = name, kind, measures
+        self.text: Text | None = None
+        self.texts = 0
+        self.sums: dict[str, Tensor] = {}
+        self._counts: dict[str, Tensor] = {}
+        self._joined: dict[str, Any] | None = None
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """What was measured, and along which axis it is laid (see `measures.Measure`)."""
+        return {name: axis for one in self.measures for name, axis in one.gives.items()}
+
+    @property
+    def heads(self) -> int:
+        """H"""
+        assert self.text is not None
+        return self.text.shape[1]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Everything that was measured, by name."""
+        if self._joined is None:
+            assert self.text is not None
+            one = joined(self.text, self.measures)
+            self._joined = one if self.texts == 1 else self._means(one)
+        return self._joined
+
+    @property
+    def seen(self) -> Tensor:
+        """Which queries see a key, (B, H, N), after one text."""
+        if self.texts > 1:
+            raise AttributeError("`seen` is per query, and there were several texts")
+        assert self.text is not None
+        return torch.cat([piece.found.seen for piece in self.text.pieces], 2)
+
+    @property
+    def counts(self) -> dict[str, Tensor]:
+        """How many queries (H,) the means of each measure per query are taken over."""
+        assert self.text is not None
+        sums = _sums(self.text, self.measures, joined(self.text, self.measures))
+        return {name: count + self._counts.get(name, 0) for name, (_, count) in sums.items()}
+
+    def per_head(self, name: str) -> Tensor:
+        """The mean (H,) of a measure per query, or the mean (H, ...) of another, over everything that was seen."""
+        assert self.text is not None
+        total, count = _sums(self.text, self.measures, joined(self.text, self.measures))[name]
+        total, count = _plus(total, self.sums.get(name)), count + self._counts.get(name, 0)
+        return total / count.clamp(min=1).view(-1, *[1] * (total.dim() - 1))
+
+    def _means(self, one: dict[str, Any]) -> dict[str, Any]:
+        return {name: self.per_head(name) for name in one if name in self._summable(one)}
+
+    def _summable(self, one: dict[str, Any]) -> set[str]:
+        return {name for name, axis in self.axes.items() if name in one and name not in ("target", "links")}
+
+    def begin(self, text: Text) -> None:
+        """A new sequence: what the last one gave is summed up."""
+        if self.text is not None:
+            for name, (total, count) in _sums(self.text, self.measures, joined(self.text, self.measures)).items():
+                self.sums[name] = _plus(total, self.sums.get(name))
+                self._counts[name] = count + self._counts.get(name, 0)
+        self.text, self._joined = text, None
+        self.texts += 1
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "measures" not in self.__dict__:
+            raise AttributeError(name)
+        values = self.values
+        if name in values:
+            return values[name]
+        if name in self.axes:
+            raise AttributeError(f"{name!r} has no mean over the {self.texts} texts that were seen")
+        raise AttributeError(f"{name!r} was not measured in {self.name}; there are {', '.join(values) or 'none'}")
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def weights(
+        self,
+        head: int | slice | Sequence[int] | None = None,
+        rows: slice | int | None = None,
+        cols: slice | int | None = None,
+        batch: int | None = None,
+    ) -> Tensor:
+        """Weights of the last text, exactly, computed now from the q and k that were kept: (B, H, N, M), or a part.
+
+        Args:
+            head: one head (its axis goes), several, or all.
+            rows, cols: queries and keys, as slices (or one, whose axis goes); all by default.
+            batch: one item of the batch (its axis goes), or all.
+        """
+        text = self.text
+        assert text is not None
+        if any(piece.call is None and piece.weights is None for piece in text.pieces):
+            raise bad_value("weights", expected='a watch with keep="qk"', received="one that kept nothing",
+                            remedy='watch(model, keep="qk")')  # fmt: skip
+        heads = (
+            range(self.heads) if head is None else range(self.heads)[head] if isinstance(head, (int, slice)) else head
+        )
+        which = [heads] if isinstance(heads, int) else list(heads)
+        row_slice, col_slice = _slice(rows, text.queries), _slice(cols, text.total)
+        r0, r1, _ = row_slice.indices(text.queries)
+        c0, c1, _ = col_slice.indices(text.total)
+        result = self._block(which, slice(r0, max(r0, r1)), slice(c0, max(c0, c1)))
+        if isinstance(cols, int):
+            result = result[..., 0]
+        if isinstance(rows, int):
+            result = result[:, :, 0]
+        result = result[:, 0] if isinstance(heads, int) else result
+        return result if batch is None else result[batch]
+
+    def _block(self, heads: list[int], rows: slice, cols: slice) -> Tensor:
+        text = self.text
+        assert text is not None
+        keys = torch.cat(text.keys, 2) if len(text.keys) > 1 else text.keys[0] if text.keys else None
+        first, blocks = 0, []
+        for piece in text.pieces:
+            own = slice(max(rows.start - first, 0), max(min(rows.stop - first, piece.queries), 0))
+            first += piece.queries
+            if own.start >= own.stop:
+                continue
+            block = _weights(piece, keys, heads, own)
+            wide = block.new_zeros(*block.shape[:3], cols.stop - cols.start)
+            c0, c1 = max(cols.start, piece.first_key), min(cols.stop, piece.first_key + piece.keys)
+            if c0 < c1:
+                wide[..., c0 - cols.start : c1 - cols.start] = block[..., c0 - piece.first_key : c1 - piece.first_key]
+            blocks.append(wide)
+        if not blocks:
+            return torch.zeros(text.shape[0], len(heads), 0, cols.stop - cols.start)
+        return torch.cat(blocks, 2)
+
+    def __repr__(self) -> str:
+        return f"Layer({self.name!r}, {self.kind}, {', '.join(self.axes)})"
+
+
+class Record:
+    """What `watch` saw. `seen.layers` are the names, in the order in which they were called; `seen[name]`, or by number,
+    is one `Layer`."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Layer] = {}
+
+    @property
+    def layers(self) -> list[str]:
+        """The names of the layers, in the order in which they were first called."""
+        return list(self.by_name)
+
+    def __getitem__(self, layer: str | int) -> Layer:
+        if isinstance(layer, int) and not isinstance(layer, bool):
+            if not -len(self.by_name) <= layer < len(self.by_name):
+                raise IndexError(f"layer {layer}: there are {len(self.by_name)}")
+            return list(self.by_name.values())[layer]
+        if isinstance(layer, str):
+            if layer.endswith("#0"):
+                layer = layer[:-2]
+            if layer in self.by_name:
+                return self.by_name[layer]
+            raise KeyError(f"no layer {layer!r}; there are {', '.join(self.by_name) or 'none'}")
+        raise bad_type("layer", expected="a name or a number", received=type(layer).__name__)
+
+    def __len__(self) -> int:
+        return len(self.by_name)
+
+    def __iter__(self) -> Iterator[Layer]:
+        return iter(self.by_name.values())
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self.by_name
+
+    def __repr__(self) -> str:
+        kinds = [layer.kind for layer in self]
+        cross = f", {kinds.count('cross')} of them cross" if "cross" in kinds else ""
+        return f"Record of {len(kinds)} layers{cross}"
+
+    def rollout(self) -> Tensor:
+        """Attention rollout (Abnar & Zuidema 2020) through the layers of self attention, (B, N, N): how much of each input
+        token is in each output token. Needs keep="qk" and a text short enough for dense maps."""
+        layers = [layer for layer in self if layer.kind == "self"]
+        sizes = {(layer.text.queries, layer.text.total) for layer in layers if layer.text is not None}
+        if len(sizes) != 1 or not all(n == m for n, m in sizes):
+            raise bad_value("rollout", expected="self attention of one text in all layers", received=f"sizes {sizes}")
+        n = next(iter(sizes))[0]
+        if n > DENSE:
+            raise bad_value("rollout", expected=f"at most {DENSE} tokens, for it builds dense maps", received=f"{n}")
+        return rollout([layer.weights() for layer in layers])
+
+    # In other files: table(), roles(), save(), are functions of a record; here they are at hand.
+
+    def table(self) -> Any:
+        """A row for each layer and head: every scalar measure, as a mean over queries. See `heads.table.Table`."""
+        from regard.heads.table import table
+
+        return table(self)
+
+    def roles(self, **options: Any) -> Any:
+        """The role of each head, or none. See `heads.roles.roles`."""
+        from regard.heads.roles import roles
+
+        return roles(self, **options)
+
+    def save(self, path: Any) -> None:
+        """Write it to a file. See `heads.store.save`."""
+        from regard.heads.store import save
+
+        save(self, path)
+
+
+def measured(
+    attention: Attention, measures: list[Measure], text: Text, first_query: int, first_key: int
+) -> Measurements:
+    """What some measures find in one attention, the numbers of its tokens being those of the whole text."""
+    batch, _, n, m = attention.shape
+    key_ids = None
+    if text.ids is not None and attention.kind == "self" and text.ids.shape[1] >= first_key + m:
+        key_ids = text.ids[:, first_key : first_key + m]
+    usable = [
+        one
+        for one in measures
+        if not (one.needs_ids and getattr(one, "ids", None) is None and key_ids is None)
+        and not (one.needs_out_weight and getattr(one, "out_weight", None) is None and attention.out_weight is None)
+    ]
+    known: dict[str, Any] = {"key_ids": key_ids, "ids": attention.ids, "out_weight": attention.out_weight}
+    if attention.call is not None:
+        call = attention.call
+        if first_key:
+            device = call.q.device
+            numbers = torch.arange(first_key, first_key + m, device=device)[None]
+            call = replace(call, key_positions=numbers, positions=numbers[:, m - n :])
+        return look(call, usable, values=call.v, first_key=first_key, **known)
+    weights = attention.weights
+    assert weights is not None
+    dtype = torch.float64 if weights.dtype is torch.float64 else torch.float32
+    weights = weights.to(dtype)
+    columns = torch.arange(first_key, first_key + m, device=weights.device)[None]
+    queries = torch.arange(first_query, first_query + n, device=weights.device)[None]
+    usable = [one for one in usable if not one.needs_out_weight]  # no values are known
+    known.pop("out_weight")
+    plane = Plane(batch, weights.shape[1], n, m, queries, columns, dtype, first_key=first_key, **known)
+    survey = Survey(usable, plane)
+    survey.add(Strip(plane, *(slice(0, size) for size in weights.shape[:3]), [slice(0, m)], weights, weights.sum(-1)))
+    return survey.result(None, torch.zeros(weights.shape[:3]))
+
+
+def joined(text: Text, measures: list[Measure]) -> dict[str, Any]:
+    """What was measured piece by piece, of the whole text."""
+    pieces = text.pieces
+    if len(pieces) == 1:
+        return pieces[0].found.values
+    result: dict[str, Any] = {}
+    for one in measures:
+        for name, axis in one.gives.items():
+            parts = [piece.found.values.get(name) for piece in pieces]
+            if any(part is None for part in parts):
+                continue
+            if axis == "query":
+                result[name] = _joined_links(parts) if name == "links" else torch.cat(parts, 2)
+            elif axis == "key":
+                total = parts[0].new_zeros(*text.shape, text.total)
+                for piece, part in zip(pieces, parts, strict=True):
+                    total[..., piece.first_key : piece.first_key + piece.keys] += part
+                result[name] = total
+            elif axis == "mean":
+                counts = [piece.found.seen.sum(2) for piece in pieces]
+                total = sum(part * count[..., None] for part, count in zip(parts, counts, strict=True))
+                result[name] = total / torch.stack(counts).sum(0).clamp(min=1)[..., None]
+            elif axis == "sum":
+                result[name] = torch.stack(parts).sum(0)
+    maps = [one for one in measures if "map" in one.gives.values()]
+    if maps:
+        result |= _maps(text, maps)
+    return result
+
+
+def _maps(text: Text, measures: list[Measure]) -> dict[str, Any]:
+    """Pictures of the whole text, for which the pieces were kept: a piece is a strip."""
+    batch, heads = text.shape
+    keys = torch.cat(text.keys, 2) if text.keys else None
+    first = text.pieces[0]
+    dtype, device = first.found.lse.dtype, first.found.seen.device
+    columns = torch.arange(text.total, device=device)[None]
+    start = text.total - text.queries if text.total >= text.queries else 0
+    rows = torch.arange(start, start + text.queries, device=device)[None]
+    plane = Plane(batch, heads, text.queries, text.total, rows, columns, dtype)
+    survey = Survey(measures, plane)
+    at = 0
+    for piece in text.pieces:
+        step = max(1, 2**22 // max(1, batch * heads * piece.keys))
+        for row in range(0, piece.queries, step):
+            own = slice(row, min(row + step, piece.queries))
+            weights = _weights(piece, keys, list(range(heads)), own).to(dtype)
+            where = slice(at + own.start, at + own.stop)
+            runs = [slice(piece.first_key, piece.first_key + piece.keys)]
+            survey.add(Strip(plane, slice(0, batch), slice(0, heads), where, runs, weights, weights.sum(-1)))
+        at += piece.queries
+    return survey.result(None, first.found.lse).values
+
+
+def _weights(piece: Piece, keys: Tensor | None, heads: list[int], rows: slice) -> Tensor:
+    """Some rows of some heads of a piece: (B, h, n, m)."""
+    if piece.weights is not None:
+        return piece.weights[:, heads, rows]
+    call = piece.call
+    assert call is not None and keys is not None
+    k = keys[:, :, piece.first_key : piece.first_key + piece.keys]
+    with torch.no_grad():
+        return reference.weights(cut(replace(call, k=k, v=k), heads, rows))[0]
+
+
+def cut(call: Call, heads: list[int], rows: slice) -> Call:
+    """The part of a call that some heads and rows need: exact, for a row's weights depend on its own scores alone."""
+    tile = call.whole()
+    mask = None if call.mask is None else call.mask.block(
+        call.tile(slice(None), rows, slice(0, call.shape[3])))  # fmt: skip
+    shared = call.shape[1] // call.k.shape[1]
+    index = torch.tensor(heads, device=call.q.device)
+    if mask is not None:
+        from regard.masks import Keep
+
+        mask = Keep(mask[:, index] if mask.shape[1] > 1 else mask)
+    biases = tuple(_cut_bias(bias, call, index, rows, tile) for bias in call.biases)
+    return replace(
+        call,
+        q=call.q[:, index, rows],
+        k=call.k[:, index // shared],
+        v=call.v[:, index // shared],
+        mask=mask,
+        biases=biases,
+        positions=call.query_positions(rows),
+        sinks=None if call.sinks is None else call.sinks[:, index],
+        dropout=None,
+    )
+
+
+def _cut_bias(bias: Any, call: Call, heads: Tensor, rows: slice, tile: Any) -> Any:
+    from regard.positions import DenseBias
+
+    if not isinstance(bias, DenseBias):
+        return bias.with_weight(bias.weight[..., heads])
+    weight = bias.weight
+    weight = weight[:, heads] if weight.shape[1] > 1 else weight
+    return DenseBias(weight[:, :, rows] if weight.shape[2] > 1 else weight)
+
+
+def _joined_links(parts: list[TopLinks]) -> TopLinks:
+    """Early pieces may have fewer keys than links."""
+    k = max(part.keys.shape[-1] for part in parts)
+    pad = torch.nn.functional.pad
+    keys = [pad(part.keys, (0, k - part.keys.shape[-1]), value=-1) for part in parts]
+    weights = [pad(part.weights, (0, k - part.weights.shape[-1])) for part in parts]
+    return TopLinks(torch.cat(keys, 2), torch.cat(weights, 2))
+
+
+def _sums(text: Text, measures: list[Measure], values: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of one text, what means over several are made of: the sum (H, ...) and the count (H,) of each measure."""
+    seen = torch.cat([piece.found.seen for piece in text.pieces], 2)
+    queries, items = seen.sum((0, 2)), torch.full((text.shape[1],), text.shape[0], device=seen.device)
+    result = {}
+    for one in measures:
+        for name, axis in one.gives.items():
+            if name not in values or name in ("target", "links"):
+                continue
+            value = values[name]
+            if axis == "query":
+                counted = seen
+                if name in text.pieces[0].found.counts:
+                    counted = torch.cat([piece.found.counts[name] for piece in text.pieces], 2)
+                weight = counted.view(*counted.shape, *[1] * (value.dim() - 3))
+                result[name] = (value * weight).sum((0, 2)), counted.sum((0, 2))
+            elif axis == "mean":
+                result[name] = (value * seen.sum(2)[..., None]).sum(0), queries
+            elif axis == "key" or axis == "sum":
+                result[name] = value.sum(0), queries
+            else:
+                result[name] = value.sum(0), items
+    return result
+
+
+def _plus(a: Tensor, b: Tensor | None) -> Tensor:
+    """a + b, the shorter one padded with 0 at the end of each axis: texts differ in length."""
+    if b is None or a.shape == b.shape:
+        return a if b is None else a + b
+    shape = [max(x, y) for x, y in zip(a.shape, b.shape, strict=True)]
+    total = a.new_zeros(shape)
+    total[tuple(slice(0, size) for size in a.shape)] += a
+    total[tuple(slice(0, size) for size in b.shape)] += b
+    return total
+
+
+def _slice(which: slice | int | None, size: int) -> slice:
+    if which is None:
+        return slice(0, size)
+    if isinstance(which, int):
+        return slice(range(size)[which], range(size)[which] + 1)
+    if which.step not in (None, 1):
+        raise bad_value("rows, cols", expected="slices without a step", received=f"{which}")
+    return which
+
+
+def offsets_of(layer: Layer) -> Offsets | None:
+    """The measure of offsets, if it was taken."""
+    return next((one for one in layer.measures if isinstance(one, Offsets)), None)

@@ -1,0 +1,329 @@
+"""Three senses for attention, whoever computes it; for those who look (`watch`) and those who change it (`ablate`).
+
+    1. `F.scaled_dot_product_attention`, `F.multi_head_attention_forward` (nn.MultiheadAttention) and `regard.attend`
+    2. models of transformers, through the functions that compute their attention
+    3. attention written by hand: softmax, then a product with values
+
+The first and the third come by a `TorchFunctionMode`, which torch asks at every function; the second by
+`huggingface.py`.
+Whoever uses this subclasses `Senses`: `see` is told of every attention, `change` may replace the heads' outputs.
+
+Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from regard.attention import attend, prepare
+from regard.errors import bad_type, bad_value
+from regard.heads import handwritten, huggingface
+from regard.heads.attention import Attention, from_huggingface, from_sdpa, output_weight
+from regard.heads.frames import Frame, Frames
+from regard.heads.handwritten import Weighed
+from regard.kernels import Call
+from regard.layouts.torch_mha_call import functional_operands
+
+__all__ = ["Senses"]
+
+LARGE = 2**24  # weights: from so many on, attention that transformers would compute eagerly is computed without them
+
+
+class Senses:
+    """Looks at a model while it runs: a context manager. Nothing of the model is changed for longer than that."""
+
+    changes = False  # whether `change` has something to say
+
+    def __init__(self, model: nn.Module) -> None:
+        if not isinstance(model, nn.Module):
+            raise bad_type("model", expected="a torch.nn.Module", received=type(model).__name__)
+        self.frames = Frames(model)
+        self.frames.on_exit = self._left
+        self.counts: dict[str, int] = {}  # attentions of each module within this outermost call
+        self.forward = 0
+        self.busy = False  # one attention is being computed: what it is made of is not another one
+        self.pending: list[Weighed] = []
+
+    # What subclasses do
+
+    def wants(self, attention: Attention) -> bool:
+        """Whether to be told of this one at all."""
+        return True
+
+    def see(self, attention: Attention) -> None:
+        """One attention was computed."""
+
+    def change(self, attention: Attention, output: Tensor) -> Tensor:
+        """The outputs (B, H, N, E) of its heads, or others in their place."""
+        return output
+
+    # Beginning and end
+
+    def __enter__(self) -> Any:
+        self._stack = ExitStack()
+        self.frames.install()
+        self._stack.callback(self.frames.remove)
+        huggingface.start(self)
+        self._stack.callback(huggingface.stop, self)
+        # What was compiled runs as it was written, for as long as somebody looks: compiled code shows nothing.
+        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
+        self._stack.enter_context(_Mode(self))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+        self.pending.clear()
+
+    # Names
+
+    def _describe(self, frame: Frame, shape: tuple[int, ...], **known: Any) -> Attention:
+        if self.forward != self.frames.forwards:
+            self.forward, self.counts = self.frames.forwards, {}
+        return Attention(layer=frame.name, module=frame.module, forward=self.forward, kind=_kind(frame, shape),
+                         ids=self.frames.ids(shape[0], shape[2]), **known)  # fmt: skip
+
+    # Sense 1: torch's own functions, and ours
+
+    def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One torch function: attention, a step of attention written by hand, or nothing of interest."""
+        if self.busy or func not in _INTERESTING:
+            return func(*args, **kwargs)
+        frame = self.frames.current()
+        if frame is None:
+            return func(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._sdpa(frame, *args, **kwargs)
+        if func is attend:
+            return self._attend(frame, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._multi_head(frame, args, kwargs)
+        out = func(*args, **kwargs)
+        note = handwritten.see(func, args, kwargs, out)
+        return out if note is None else self._by_hand(frame, note, out)
+
+    def _told(self, attention: Attention, output: Tensor) -> Tensor:
+        """See it, and perhaps change its output (B, H, N, E)."""
+        if not self.wants(attention):
+            return output
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            self.see(attention)
+        return self.change(attention, output)
+
+    def _sdpa(self, frame: Frame, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        out = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+        if query.is_nested:
+            raise bad_value("watch", expected="padded tensors", received="nested tensors in attention",
+                            remedy="turn them off: nn.TransformerEncoder(..., enable_nested_tensor=False)")  # fmt: skip
+        turn = _Turn.of(query, self.frames.sizes())
+        mask = kwargs.pop("attn_mask", args[0] if args else None)
+        options = dict(zip(("dropout_p", "is_causal"), args[1:], strict=False)) | kwargs
+        call = from_sdpa(turn(query), turn(key), turn(value), None if mask is None else turn.mask(mask), **options)
+        attention = self._describe(frame, call.shape, call=call)
+        attention.out_weight = output_weight(frame.module, call.shape[1], call.v.shape[3])
+        return turn.back(self._told(attention, turn(out)), out)
+
+    def _attend(self, frame: Frame, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        out = attend(q, k, v, **options)
+        asked = {name: x for name, x in options.items() if name not in ("dropout", "generator", "kernel")}
+        with torch.no_grad():
+            call = prepare(q.detach(), k.detach(), v.detach(), **asked)
+        attention = self._describe(frame, call.shape, call=call)
+        attention.out_weight = output_weight(frame.module, call.shape[1], call.v.shape[3])
+        return self._told(attention, out)
+
+    def _multi_head(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        out, weights = F.multi_head_attention_forward(*args, **kwargs)
+        with torch.no_grad():
+            operands = functional_operands(*args, **kwargs)
+            q, k, v = (x.detach() for x in operands[:3])
+            call = prepare(q, k, v, **operands.options)
+        attention = self._describe(frame, call.shape, call=call)
+        query, key = args[0], args[1]
+        attention.kind = "self" if key is query else "cross"
+        out_weight = kwargs.get("out_proj_weight", args[11] if len(args) > 11 else None)
+        attention.out_weight = None if out_weight is None else out_weight.detach()
+        if not self.wants(attention):
+            return out, weights
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            self.see(attention)
+        if not self.changes:
+            return out, weights
+        # The projection is inside: do its work again, with the heads' outputs between.
+        training = kwargs.get("training", args[13] if len(args) > 13 else True)
+        dropout = kwargs.get("dropout_p", args[10] if len(args) > 10 else 0.0)
+        if training and dropout:
+            raise bad_value("nn.MultiheadAttention", expected="no dropout where heads are changed",
+                            received=f"dropout {dropout} in training", remedy="model.eval(), or dropout=0")  # fmt: skip
+        operands = functional_operands(*args, **kwargs)
+        heads = self.change(attention, attend(operands.q, operands.k, operands.v, **operands.options))
+        merged = heads.transpose(1, 2).flatten(2)
+        bias = kwargs.get("out_proj_bias", args[12] if len(args) > 12 else None)
+        new = F.linear(merged, out_weight if out_weight is not None else args[11], bias)
+        return (new[0] if query.dim() == 2 else new.transpose(0, 1)), weights
+
+    # Sense 2: transformers
+
+    def owns(self, module: nn.Module) -> bool:
+        """Whether a module is of the model, running in the thread that looks."""
+        return self.frames.current(module) is not None and not self.busy
+
+    def through(self, compute: Any, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Compute the attention of a module of transformers, and look."""
+        given = dict(zip(_HF_NAMES, args, strict=False))
+        given |= {n: kwargs.pop(n) for n in _HF_NAMES if n in kwargs}
+        query, key, value, mask = (given.get(n) for n in _HF_NAMES)
+        assert isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
+        if name == "flex_attention" or (mask is not None and not isinstance(mask, Tensor)):
+            raise bad_value("attention of transformers", expected="masks as tensors", received=f"those of {name!r}",
+                            remedy='model.set_attn_implementation("sdpa")')  # fmt: skip
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            call = from_huggingface(module, query, key, value, mask, eager=name == "eager", **kwargs)
+        if name == "eager" and _may_skip_weights(call, kwargs):
+            sinks = kwargs.get("s_aux")
+            sinks = None if sinks is None else sinks.flatten().to(query.dtype)
+            bias = [b.weight for b in call.biases] or None
+            out = attend(query, key, value, mask=call.mask, bias=bias, positions=call.q_start, scale=call.scale,
+                         softcap=call.softcap, sinks=sinks)  # fmt: skip
+            result: Any = (out.transpose(1, 2).contiguous(), None)
+        else:
+            self.busy = True
+            try:
+                result = compute(module, query, key, value, mask, *args[4:], **kwargs)
+            finally:
+                self.busy = False
+        frame = self.frames.current(module)
+        assert frame is not None
+        attention = self._describe(frame, call.shape, call=call)
+        attention.out_weight = output_weight(module, call.shape[1], call.v.shape[3])
+        out, *rest = result  # out (B, N, H, E)
+        changed = self._told(attention, out.transpose(1, 2)).transpose(1, 2)
+        return (changed, *rest) if self.changes else result
+
+    # Sense 3: by hand
+
+    def _by_hand(self, frame: Frame, note: Weighed, out: Any) -> Any:
+        """A product of weights and values, or more that became known of one."""
+        if note.where is None:
+            note.where, note.sizes = frame, self.frames.sizes()
+            self.pending.append(note)
+        if note.heads is None and self.changes:
+            note.heads = note.guess()
+        if note.heads is None or note.done:
+            return out
+        self._finish(note)
+        if not self.changes or not isinstance(out, Tensor):
+            return out
+        axes = note.axes
+        batch = "y" if note.heads == "x" else "x"
+        if sorted(axes) != ["e", "n", "x", "y"]:
+            return out
+        order = [axes.index(a) for a in (batch, note.heads, "n", "e")]
+        changed = self.change(note.where, out.permute(order))
+        return changed.permute([order.index(i) for i in range(4)])
+
+    def _finish(self, note: Weighed) -> None:
+        """Tell of an attention by hand, now that its axes are known (or will never be)."""
+        note.done = True
+        self.pending.remove(note)
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            weights = note.ordered()
+            frame = note.where
+            attention = self._describe(frame, tuple(weights.shape), weights=weights)
+            note.where = attention
+            if self.wants(attention):
+                self.see(attention)
+
+    def _left(self, frame: Frame) -> None:
+        """A module ends: what was not told by then is told by the best that is known."""
+        for note in list(self.pending):
+            if note.where is frame:
+                if self.changes and note.weights.dim() > 2:
+                    raise bad_value(frame.name, expected="attention whose heads can be told from the batch",
+                                    received=f"weights of shape {tuple(note.weights.shape)}")  # fmt: skip
+                self._finish(note)
+
+
+class _Mode(TorchFunctionMode):
+    """Hands every torch function to the senses. (Within its own handler it is off.)"""
+
+    def __init__(self, senses: Senses) -> None:
+        super().__init__()
+        self.senses = senses
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self.senses.function(func, args, kwargs or {})
+
+
+_INTERESTING = {*handwritten.FUNCTIONS, F.scaled_dot_product_attention, F.multi_head_attention_forward, attend}
+_HF_NAMES = ("query", "key", "value", "attention_mask")
+
+
+def _kind(frame: Frame, shape: tuple[int, ...]) -> Literal["self", "cross"]:
+    elsewhere = frame.looks_elsewhere()
+    if elsewhere is not None:
+        return "cross" if elsewhere else "self"
+    return "self" if shape[2] <= shape[3] else "cross"
+
+
+def _may_skip_weights(call: Call, kwargs: dict[str, Any]) -> bool:
+    """Whether nobody could tell that a large plane of weights was never built."""
+    return call.shape[0] * call.shape[1] * call.shape[2] * call.shape[3] >= LARGE and not (
+        kwargs.get("dropout") or kwargs.get("output_attentions")
+    )
+
+
+class _Turn:
+    """Between the axes that a caller of torch's attention uses and (B, H, N, D)."""
+
+    def __init__(self, how: str, shape: tuple[int, ...], batch: int = 1) -> None:
+        self.how, self.shape, self.batch = how, shape, batch
+
+    @staticmethod
+    def of(query: Tensor, sizes: list[tuple[int, int]]) -> _Turn:
+        shape = tuple(query.shape)
+        if len(shape) == 4:
+            n = shape[2]
+            for first, second in sizes:  # (H, B, N, D), where the input of the module says so
+                batch = first if second == n else second if first == n else None
+                if batch is not None and first != second:
+                    return _Turn("swapped" if shape[0] != batch and shape[1] == batch else "plain", shape)
+            return _Turn("plain", shape)
+        if len(shape) == 3:  # (B * H, N, D), or (H, N, D) without a batch
+            for first, second in sizes:
+                batch = first if second == shape[1] else second if first == shape[1] else None
+                if batch is not None and shape[0] % batch == 0:
+                    return _Turn("folded", shape, batch)
+            return _Turn("folded", shape, 1)
+        return _Turn("more", shape)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.how == "swapped":
+            return x.transpose(0, 1)
+        if self.how == "folded":
+            return x.unflatten(0, (self.batch, -1))
+        if self.how == "more":
+            return x.flatten(0, x.dim() - 4) if x.dim() > 4 else x[(None,) * (4 - x.dim())]
+        return x
+
+    def mask(self, mask: Tensor) -> Tensor:
+        """A mask that broadcasts to the weights, with four axes."""
+        if mask.dim() <= 2 or self.how == "plain":
+            return mask
+        if self.how == "folded":
+            return mask.unflatten(0, (self.batch, -1)) if mask.shape[0] > 1 else mask[None]
+        lead = (*self.shape[:-2], *mask.shape[-2:])
+        return self(mask.expand(*lead)) if self.how == "more" or mask.dim() == 4 else mask
+
+    def back(self, x: Tensor, like: Tensor) -> Tensor:
+        return x.transpose(0, 1) if self.how == "swapped" else x.reshape(like.shape)

@@ -1,0 +1,266 @@
+"""Watch a model: what every head attends to, while it runs, unmodified.
+
+Letters: B batch, H query heads, N queries, M keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import bad_type, bad_value
+from regard.heads.attention import Attention
+from regard.heads.record import Layer, Piece, Record, Text, measured
+from regard.heads.senses import Senses
+from regard.measures import Measure, MeasureLike, as_measures
+from regard.measures.survey import DEFAULT
+
+__all__ = ["watch"]
+
+
+class watch(Senses):
+    """Watch every attention that a model computes within a `with` block.
+
+    Args:
+        model: any `nn.Module`: attention by torch's functions, `nn.MultiheadAttention`, regard, transformers, or by hand.
+        measures: names or objects of `regard.measures`; by default those of `measure`, and where token ids are found among
+            the model's inputs, induction and duplicate. A measure that cannot be taken of a layer is left out there.
+        layers: names of the layers to watch, or a function of the name; all by default. A name ends where a dot or `#` is
+            expected: "encoder.layer.1" stands for all below it.
+        keep: "qk" keeps queries and keys, so that `seen[layer].weights(...)` gives any part of the weights later, exactly;
+            "qkv" the values too. O(N) memory.
+
+    Gives a `Record`. Outputs, gradients and random numbers are those of the model unwatched; everything is put back when the
+    block ends, whatever happened in it. A watch that saw nothing raises, and says why.
+
+    >>> import regard
+    >>> layer = regard.MultiHeadAttention(16, num_heads=2)
+    >>> with regard.watch(layer) as seen:
+    ...     _ = layer(torch.randn(1, 5, 16), mask=regard.masks.Causal())
+    >>> seen.layers
+    ['MultiHeadAttention']
+    >>> seen[0].entropy.shape
+    torch.Size([1, 2, 5])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        measures: MeasureLike | Iterable[MeasureLike] | None = None,
+        layers: str | Iterable[str] | Callable[[str], bool] | None = None,
+        keep: Literal["qk", "qkv"] | None = None,
+    ) -> None:
+        super().__init__(model)
+        if keep not in (None, "qk", "qkv"):
+            raise bad_value("keep", expected='None, "qk" or "qkv"', received=repr(keep))
+        self.measures = as_measures([*DEFAULT, "induction", "duplicate"] if measures is None else measures)
+        self.keep = keep
+        self.chosen = _chooser(layers)
+        self.record = Record()
+        self.refused: set[str] = set()  # layers that were seen and not wanted
+        self.continued: int | None = None  # the forward in which self attention went on with a cache
+        self.inside = False
+
+    def __enter__(self) -> Record:
+        if self.inside:
+            raise bad_value("watch", expected="one block", received="the same watch entered twice",
+                            remedy="a new watch(model) for each block")  # fmt: skip
+        self.inside = True
+        super().__enter__()
+        return self.record
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        if error is None and not self.record.by_name:
+            raise self._saw_nothing()
+
+    def see(self, attention: Attention) -> None:
+        """Measure one attention, as the next piece of a text or as a new one."""
+        if not self.chosen(attention.layer):
+            self.refused.add(attention.layer)
+            return
+        attention = _trimmed(attention)
+        name, layer, goes_on = self._place(attention)
+        if layer is None:
+            layer = self.record.by_name[name] = Layer(name, attention.kind, self.measures)
+        _, _, n, m = attention.shape
+        text = layer.text
+        if text is None or not goes_on:
+            text = Text(attention.shape[:2], total=m)
+            first_query, first_key = _first_query(attention), 0
+            text.ids = attention.ids if attention.kind == "self" and n == m else None
+        else:
+            if attention.kind == "self":
+                text.total += n
+                if text.ids is not None:
+                    known = attention.ids is not None and attention.ids.shape[0] == text.ids.shape[0]
+                    text.ids = torch.cat([text.ids, attention.ids], 1) if known else None  # type: ignore[list-item]
+            first_query, first_key = text.total - n, text.total - m
+        found = measured(attention, self.measures, text, first_query, first_key)
+        piece = Piece(first_query, first_key, n, m, found)
+        self._remember(text, piece, attention, goes_on)
+        text.pieces.append(piece)
+        if goes_on:
+            layer._joined = None
+        else:
+            layer.begin(text)
+
+    def _place(self, attention: Attention) -> tuple[str, Layer | None, bool]:
+        """The layer that an attention belongs to, and whether it goes on with its text."""
+        base = attention.layer
+        number = self.counts.get(base, 0)
+        # Within one forward a module may be called again: to go on with a cache, or as another layer.
+        for k in range(number, -1, -1):
+            name = f"{base}#{k}" if k else base
+            layer = self.record.by_name.get(name)
+            if layer is not None and (k == number or number) and self._goes_on(layer, attention):
+                self.counts[base] = max(number, k + 1)
+                return name, layer, True
+        name = f"{base}#{number}" if number else base
+        self.counts[base] = number + 1
+        return name, self.record.by_name.get(name), False
+
+    def _goes_on(self, layer: Layer, attention: Attention) -> bool:
+        """Whether the keys of an attention extend those that a layer has seen."""
+        text = layer.text
+        if text is None or layer.kind != attention.kind or text.shape != attention.shape[:2]:
+            return False
+        _, _, n, m = attention.shape
+        if attention.kind == "cross":
+            if self.continued != attention.forward or text.total != m:
+                return False
+            return attention.call is None or _same(attention.call.k[:, :, 0], text.first_keys)
+        if n >= m:
+            return False
+        if attention.call is None:  # by hand: no keys to compare
+            goes_on = m == text.total + n
+        else:
+            before = attention.call.k[:, :, m - n - 1]
+            goes_on = _same(before, text.last_key)
+            if not goes_on and m == text.total + n and _reordered(before, text.last_key):
+                raise bad_value(layer.name, expected="each text of the batch to go on where it was",
+                                received="a cache whose texts changed places, as beam search does",
+                                remedy="generate with num_beams=1, or watch model(ids) on the text that came out"
+                                )  # fmt: skip
+        if goes_on:
+            self.continued = attention.forward
+        return goes_on
+
+    def _remember(self, text: Text, piece: Piece, attention: Attention, goes_on: bool) -> None:
+        """What the next piece is compared with; and q, k and v, if they are to be kept."""
+        call, n, m = attention.call, piece.queries, piece.keys
+        keeps = self.keep is not None or any("map" in one.gives.values() for one in self.measures)
+        if call is None:
+            piece.weights = attention.weights if keeps else None
+            return
+        if m:
+            text.last_key = call.k[:, :, -1].clone()
+            text.first_keys = call.k[:, :, 0].clone()
+        if not keeps:
+            return
+        if attention.kind == "self" and goes_on:
+            text.keys.append(call.k[:, :, m - n :].clone())
+            text.values += [call.v[:, :, m - n :].clone()] if self.keep == "qkv" else []
+        elif not goes_on:
+            own = m > n  # a part of a cache, which will be written to
+            text.keys = [call.k.clone() if own else call.k]
+            text.values = [call.v.clone() if own else call.v] if self.keep == "qkv" else []
+        nothing = call.k[:, :, :0]
+        piece.call = replace(call, k=nothing, v=nothing, dropout=None)
+
+    def _saw_nothing(self) -> ValueError:
+        frames = self.frames
+        modules = list(frames.names)
+        if self.refused:
+            why = f"none of the layers that ran was chosen by `layers`; there are {', '.join(sorted(self.refused)[:9])}"
+        elif frames.elsewhere:
+            why = "the model ran in another thread, and a watch sees the thread that began it"
+        elif not frames.forwards and any(isinstance(m, torch.jit.ScriptModule) for m in modules):
+            why = "the model was traced or scripted by torch.jit, which shows nothing; watch the model that it was made of"
+        elif not frames.forwards:
+            why = "the model was not run inside the block"
+        elif any(isinstance(m, torch.jit.ScriptModule) for m in modules):
+            why = "parts of the model were traced or scripted by torch.jit, which shows nothing"
+        elif any(type(m).__module__.startswith("torch.fx") or hasattr(m, "_compiled_fn") for m in modules):
+            why = "the model was compiled or exported, which shows nothing; watch the model that it was made of"
+        else:
+            why = "the model ran, and computed no attention that a watch knows"
+        return ValueError(f"watch: expected attention inside the block, saw none: {why}")
+
+
+def _first_query(attention: Attention) -> int:
+    """Where the first query stands: where its call says, else the last one at the last key."""
+    call = attention.call
+    return call.q_start if call is not None and call.positions is None else attention.shape[3] - attention.shape[2]
+
+
+def _same(a: Tensor, b: Tensor | None) -> bool:
+    return b is not None and a.shape == b.shape and torch.equal(a, b)
+
+
+def _reordered(a: Tensor, b: Tensor | None) -> bool:
+    """Whether every item of a batch is another item of the last one."""
+    if b is None or a.shape != b.shape:
+        return False
+    same = (a[:, None] == b[None]).flatten(2).all(-1)  # (B now, B before)
+    return bool(same.any(1).all())
+
+
+def _trimmed(attention: Attention) -> Attention:
+    """Without the last keys, if no query may see them: a cache of fixed size is longer than the text."""
+    _, _, n, m = attention.shape
+    call = attention.call
+    if attention.kind != "self" or n >= m:
+        return attention
+    if call is None:
+        assert attention.weights is not None
+        used = attention.weights.flatten(0, 2).any(0).nonzero()
+        last = int(used.max()) + 1 if used.numel() else m
+        return attention if last == m else replace(attention, weights=attention.weights[..., :last])
+    if call.mask is None or call.key_positions is not None:
+        return attention
+    visible = call.mask.block(call.whole())  # (1|B, 1|H, 1|N, M)
+    used = visible.expand(*visible.shape[:3], m).flatten(0, 2).any(0).nonzero()
+    last = int(used.max()) + 1 if used.numel() else m
+    if last == m or last < n:
+        return attention
+    return replace(attention, call=_first_keys(call, last))
+
+
+def _first_keys(call: Any, count: int) -> Any:
+    """The same call with its first keys alone; the last query stands at the last of them."""
+    from regard.masks import Keep
+    from regard.positions import DenseBias
+
+    visible = call.mask.block(call.whole())
+    biases = tuple(
+        DenseBias(b.weight[..., :count] if b.weight.shape[3] > 1 else b.weight) if isinstance(b, DenseBias) else b
+        for b in call.biases
+    )
+    n = call.shape[2]
+    start = call.q_start if call.positions is None and call.q_start < count - n else count - n
+    return replace(call, k=call.k[:, :, :count], v=call.v[:, :, :count], mask=Keep(visible[..., :count]), biases=biases,
+                   q_start=start)  # fmt: skip
+
+
+def _chooser(layers: str | Iterable[str] | Callable[[str], bool] | None) -> Callable[[str], bool]:
+    if layers is None:
+        return lambda name: True
+    if callable(layers):
+        return layers
+    wanted = [layers] if isinstance(layers, str) else list(layers)
+    if not all(isinstance(name, str) for name in wanted):
+        raise bad_type("layers", expected="names of layers, or a function of the name", received=repr(wanted))
+    return lambda name: any(name == one or name.startswith((f"{one}.", f"{one}#")) for one in wanted)
+
+
+def needs_map(measures: list[Measure]) -> bool:
+    """Whether a picture of the whole plane is among them."""
+    return any("map" in one.gives.values() for one in measures)

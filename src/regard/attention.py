@@ -228,15 +228,15 @@ def look(
     key_ids: Tensor | None = None,
     out_weight: Tensor | None = None,
     first_key: int = 0,
+    earlier_ids: Tensor | None = None,
     output: bool = False,
     kernel: str = "auto",
 ) -> Measurements:
     """The same for a prepared call. `ids` (1|B, N) are the queries' own where they are not those of the last keys."""
     batch, heads, n, m = call.shape
     tile = call.whole()
-    plane = Plane(
-        batch, heads, n, m, tile.q_positions, tile.k_positions, call.dtype, values, out_weight, ids, key_ids, first_key
-    )
+    plane = Plane(batch, heads, n, m, tile.q_positions, tile.k_positions, call.dtype, values, out_weight, ids, key_ids,
+                  first_key, earlier_ids)  # fmt: skip
     if kernel == "auto":
         chosen = blockwise if blockwise.worth(call) else reference
     else:

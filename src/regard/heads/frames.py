@@ -59,8 +59,8 @@ class Frame:
 
     def token_ids(self) -> list[Tensor]:
         """Integer inputs (B, n) that may be token ids."""
-        named = {k: v for k, v in self.kwargs.items() if not any(word in k for word in _NOT_TOKENS)}
-        return [x for x in (*self.args[:2], *named.values()) if _is_ids(x)]
+        named = dict(zip(_parameters(type(self.module).forward), self.args, strict=False)) | self.kwargs
+        return [x for name, x in named.items() if _is_ids(x) and not any(word in name for word in _NOT_TOKENS)]
 
 
 def _is_ids(x: object) -> bool:

@@ -98,8 +98,17 @@ def see(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> W
 
 def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if isinstance(out, Tensor) and isinstance(dim, int) and out.dim() > 1 and dim in (-1, out.dim() - 1):
-        _put(out, Softmaxed(out.detach(), -1))
+    if (
+        isinstance(out, Tensor)
+        and isinstance(dim, int)
+        and out.dim() > 1
+        and out.numel()
+        and dim in (-1, out.dim() - 1)
+    ):
+        scores, weights = args[0].detach(), out.detach()
+        # Masks of the lowest number everywhere make a row of equal weights: it sees nothing.
+        blind = scores.amax(-1, keepdim=True) <= torch.finfo(scores.dtype).min / 2
+        _put(out, Softmaxed(weights.masked_fill(blind, 0.0) if blind.any() else weights, -1))
 
 
 def _as_it_is(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -218,6 +227,11 @@ def _moved(note: Weighed, func: Any, args: tuple[Any, ...], kwargs: dict[str, An
         with torch.no_grad():
             strides = func(marks, *args[1:], **kwargs).stride()
         note.axes = [axes[[2**i for i in range(len(axes))].index(s)] for s in strides]
+    elif axes == ["n", "xy", "e"] and out.dim() == 3 and out.shape[0] == args[0].shape[0]:
+        # merged at once: (N, B * H, E) -> (N, B, H * E)
+        note.weights, note.heads = note.weights.unflatten(0, (out.shape[1], -1)), "y"
+        note.axes = ["?"] * 3
+        return note
     elif axes == ["xy", "n", "e"] and out.dim() == 4 and out.shape[2:] == args[0].shape[1:]:
         note.weights = note.weights.unflatten(0, tuple(out.shape[:2]))
         note.axes = ["x", "y", "n", "e"]

@@ -101,6 +101,13 @@ class Layer:
         return torch.cat([piece.found.seen for piece in self.text.pieces], 2)
 
     @property
+    def count(self) -> Tensor:
+        """How many queries (H,) saw a key, in all texts."""
+        assert self.text is not None
+        seen = torch.cat([piece.found.seen for piece in self.text.pieces], 2).sum((0, 2))
+        return seen + self._counts.get("", 0)
+
+    @property
     def counts(self) -> dict[str, Tensor]:
         """How many queries (H,) the means of each measure per query are taken over."""
         assert self.text is not None
@@ -123,11 +130,16 @@ class Layer:
     def begin(self, text: Text) -> None:
         """A new sequence: what the last one gave is summed up."""
         if self.text is not None:
+            self._counts[""] = self.count
             for name, (total, count) in _sums(self.text, self.measures, joined(self.text, self.measures)).items():
                 self.sums[name] = _plus(total, self.sums.get(name))
                 self._counts[name] = count + self._counts.get(name, 0)
         self.text, self._joined = text, None
         self.texts += 1
+
+    def replace(self, text: Text) -> None:
+        """The same sequence, read again from the start and further."""
+        self.text, self._joined = text, None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "measures" not in self.__dict__:
@@ -277,23 +289,29 @@ def measured(
 ) -> Measurements:
     """What some measures find in one attention, the numbers of its tokens being those of the whole text."""
     batch, _, n, m = attention.shape
-    key_ids = None
+    key_ids = earlier_ids = None
     if text.ids is not None and attention.kind == "self" and text.ids.shape[1] >= first_key + m:
-        key_ids = text.ids[:, first_key : first_key + m]
+        earlier_ids, key_ids = text.ids[:, :first_key], text.ids[:, first_key : first_key + m]
     usable = [
         one
         for one in measures
         if not (one.needs_ids and getattr(one, "ids", None) is None and key_ids is None)
         and not (one.needs_out_weight and getattr(one, "out_weight", None) is None and attention.out_weight is None)
     ]
-    known: dict[str, Any] = {"key_ids": key_ids, "ids": attention.ids, "out_weight": attention.out_weight}
+    known: dict[str, Any] = {
+        "key_ids": key_ids,
+        "ids": attention.ids,
+        "out_weight": attention.out_weight,
+        "first_key": first_key,
+        "earlier_ids": earlier_ids,
+    }
     if attention.call is not None:
         call = attention.call
         if first_key:
             device = call.q.device
             numbers = torch.arange(first_key, first_key + m, device=device)[None]
             call = replace(call, key_positions=numbers, positions=numbers[:, m - n :])
-        return look(call, usable, values=call.v, first_key=first_key, **known)
+        return look(call, usable, values=call.v, **known)
     weights = attention.weights
     assert weights is not None
     dtype = torch.float64 if weights.dtype is torch.float64 else torch.float32
@@ -302,10 +320,11 @@ def measured(
     queries = torch.arange(first_query, first_query + n, device=weights.device)[None]
     usable = [one for one in usable if not one.needs_out_weight]  # no values are known
     known.pop("out_weight")
-    plane = Plane(batch, weights.shape[1], n, m, queries, columns, dtype, first_key=first_key, **known)
+    plane = Plane(batch, weights.shape[1], n, m, queries, columns, dtype, **known)
     survey = Survey(usable, plane)
-    survey.add(Strip(plane, *(slice(0, size) for size in weights.shape[:3]), [slice(0, m)], weights, weights.sum(-1)))
-    return survey.result(None, torch.zeros(weights.shape[:3]))
+    everything = (slice(0, batch), slice(0, weights.shape[1]), slice(0, n), [slice(0, m)])
+    survey.add(Strip(plane, *everything, weights=weights, mass=weights.sum(-1)))
+    return survey.result(None, torch.zeros(weights.shape[:3], dtype=dtype, device=weights.device))
 
 
 def joined(text: Text, measures: list[Measure]) -> dict[str, Any]:
@@ -316,7 +335,7 @@ def joined(text: Text, measures: list[Measure]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for one in measures:
         for name, axis in one.gives.items():
-            parts = [piece.found.values.get(name) for piece in pieces]
+            parts: list[Any] = [piece.found.values.get(name) for piece in pieces]
             if any(part is None for part in parts):
                 continue
             if axis == "query":

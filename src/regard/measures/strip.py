@@ -36,6 +36,7 @@ class Plane:
     ids: Tensor | None = None  # (1|B, N) token ids of the queries
     key_ids: Tensor | None = None  # (1|B, M) and of the keys
     first_key: int = 0  # the number of the first key in the whole text, where earlier ones are not here any more
+    earlier_ids: Tensor | None = None  # (1|B, first_key) token ids of those
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros (B, H, *shape)."""

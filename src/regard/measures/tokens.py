@@ -101,14 +101,16 @@ class _Copies(PerQuery):
 
     def prepare(self, plane: Plane) -> tuple[Tensor, Tensor, Tensor]:
         """The queries' ids (1|B, N); for each key the token `after` before it, its id and position (1|B, M)."""
-        ids, key_ids = _ids(plane, self), _key_ids(plane, self)
-        positions = plane.k_positions
-        if self.after:
-            key_ids = torch.cat([key_ids[:, :0].new_full((key_ids.shape[0], self.after), _NO_TOKEN), key_ids], 1)
-            first = positions.new_full((positions.shape[0], self.after), torch.iinfo(torch.int64).max)
-            positions = torch.cat([first, positions], 1)
-            key_ids, positions = key_ids[:, : plane.keys], positions[:, : plane.keys]
-        return ids, key_ids, positions
+        ids, key_ids, positions = _ids(plane, self), _key_ids(plane, self), plane.k_positions
+        if not self.after:
+            return ids, key_ids, positions
+        # One place further: what stood before the first key is not known, unless a text is read in pieces.
+        before = key_ids.new_full((key_ids.shape[0], self.after), _NO_TOKEN)
+        if plane.earlier_ids is not None and plane.earlier_ids.shape[1] >= self.after:
+            before = plane.earlier_ids[:, -self.after :]
+        first = positions[:, :1] - torch.arange(self.after, 0, -1, device=positions.device)
+        key_ids, positions = torch.cat([before, key_ids], 1), torch.cat([first, positions], 1)
+        return ids, key_ids[:, : plane.keys], positions[:, : plane.keys]
 
     def of(self, strip: Strip, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         ids, copies, positions = prepared
@@ -118,10 +120,13 @@ class _Copies(PerQuery):
 
     def counted(self, plane: Plane, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """A token counts if the first of its kind stands before it."""
-        ids, key_ids = prepared[0], _key_ids(plane, self)
-        items = max(x.shape[0] for x in (ids, key_ids, plane.q_positions, plane.k_positions))
+        ids, key_ids, k_positions = prepared[0], _key_ids(plane, self), plane.k_positions
+        if plane.earlier_ids is not None:
+            earlier = torch.arange(plane.first_key, device=k_positions.device)[None].expand(k_positions.shape[0], -1)
+            key_ids, k_positions = torch.cat([plane.earlier_ids, key_ids], 1), torch.cat([earlier, k_positions], 1)
+        items = max(x.shape[0] for x in (ids, key_ids, plane.q_positions, k_positions))
         ids, key_ids, q_positions, k_positions = (
-            x.expand(items, -1) for x in (ids, key_ids, plane.q_positions, plane.k_positions)
+            x.expand(items, -1) for x in (ids, key_ids, plane.q_positions, k_positions)
         )
         kinds, number = torch.unique(torch.cat([ids, key_ids], 1), return_inverse=True)
         first = k_positions.new_full((items, kinds.numel()), torch.iinfo(torch.int64).max)

@@ -227,16 +227,21 @@ def look(
     ids: Tensor | None = None,
     key_ids: Tensor | None = None,
     out_weight: Tensor | None = None,
-    first_key: int = 0,
-    earlier_ids: Tensor | None = None,
+    numbers: Tensor | None = None,
+    text_ids: Tensor | None = None,
     output: bool = False,
     kernel: str = "auto",
 ) -> Measurements:
-    """The same for a prepared call. `ids` (1|B, N) are the queries' own where they are not those of the last keys."""
+    """The same for a prepared call. `ids` (1|B, N) are the queries' own where they are not those of the last keys; the
+    `numbers` (M,) of the keys in a longer text, `text_ids` (1|B, L), take the place of positions."""
     batch, heads, n, m = call.shape
     tile = call.whole()
-    plane = Plane(batch, heads, n, m, tile.q_positions, tile.k_positions, call.dtype, values, out_weight, ids, key_ids,
-                  first_key, earlier_ids)  # fmt: skip
+    q_positions, k_positions = tile.q_positions, tile.k_positions
+    if numbers is not None:
+        k_positions = numbers[None]
+        q_positions = k_positions[:, m - n :]
+    plane = Plane(batch, heads, n, m, q_positions, k_positions, call.dtype, values, out_weight, ids, key_ids, numbers,
+                  text_ids)  # fmt: skip
     if kernel == "auto":
         chosen = blockwise if blockwise.worth(call) else reference
     else:

@@ -32,6 +32,8 @@ class Attention:
     weights: Tensor | None = None
     ids: Tensor | None = None  # (1|B, N)
     out_weight: Tensor | None = None  # (W, H * E)
+    cache: Any = None  # the object that holds its keys, where it is known
+    numbers: Tensor | None = None  # (M,) which tokens its keys are, where it is known
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -29,15 +30,13 @@ DENSE = 2048  # tokens up to which rollout builds dense maps
 
 @dataclass
 class Piece:
-    """One call of attention within a sequence: its queries are numbers `first_query` ... of the whole text, its keys
-    `first_key` ..., and what was measured."""
+    """One call of attention within a sequence: how many queries it has, which tokens of the whole text its keys are, and
+    what was measured."""
 
-    first_query: int
-    first_key: int
     queries: int
-    keys: int
+    numbers: Tensor  # (M,)
     found: Measurements
-    call: Call | None = None  # with neither k nor v, if it was kept
+    call: Call | None = None  # with neither k nor v, if it was kept and `Text.keys` have them
     weights: Tensor | None = None  # (B, H, N, M) if it was kept and the model wrote attention by hand
 
 
@@ -48,6 +47,7 @@ class Text:
     shape: tuple[int, int]  # (B, H)
     pieces: list[Piece] = field(default_factory=list)
     total: int = 0  # keys so far, those that were dropped from a cache included
+    cache: Any = None  # the object that holds the keys, where it is known
     last_key: Tensor | None = None  # (B, G, D): by it the next piece is known to continue this one
     first_keys: Tensor | None = None  # the same of cross attention: (B, G, D) of its first key
     ids: Tensor | None = None  # (1|B, total)
@@ -200,9 +200,8 @@ class Layer:
                 continue
             block = _weights(piece, keys, heads, own)
             wide = block.new_zeros(*block.shape[:3], cols.stop - cols.start)
-            c0, c1 = max(cols.start, piece.first_key), min(cols.stop, piece.first_key + piece.keys)
-            if c0 < c1:
-                wide[..., c0 - cols.start : c1 - cols.start] = block[..., c0 - piece.first_key : c1 - piece.first_key]
+            inside = (piece.numbers >= cols.start) & (piece.numbers < cols.stop)
+            wide[..., piece.numbers[inside] - cols.start] = block[..., inside]
             blocks.append(wide)
         if not blocks:
             return torch.zeros(text.shape[0], len(heads), 0, cols.stop - cols.start)
@@ -284,14 +283,13 @@ class Record:
         save(self, path)
 
 
-def measured(
-    attention: Attention, measures: list[Measure], text: Text, first_query: int, first_key: int
-) -> Measurements:
-    """What some measures find in one attention, the numbers of its tokens being those of the whole text."""
+def measured(attention: Attention, measures: list[Measure], text: Text, numbers: Tensor) -> Measurements:
+    """What some measures find in one attention, whose keys are tokens `numbers` (M,) of the whole text."""
     batch, _, n, m = attention.shape
-    key_ids = earlier_ids = None
-    if text.ids is not None and attention.kind == "self" and text.ids.shape[1] >= first_key + m:
-        earlier_ids, key_ids = text.ids[:, :first_key], text.ids[:, first_key : first_key + m]
+    ids = None
+    if text.ids is not None and attention.kind == "self" and text.ids.shape[1] > int(numbers[-1]):
+        ids = text.ids
+    key_ids = None if ids is None else ids[:, numbers]
     usable = [
         one
         for one in measures
@@ -302,25 +300,21 @@ def measured(
         "key_ids": key_ids,
         "ids": attention.ids,
         "out_weight": attention.out_weight,
-        "first_key": first_key,
-        "earlier_ids": earlier_ids,
+        "text_ids": ids,
     }
     if attention.call is not None:
-        call = attention.call
-        if first_key:
-            device = call.q.device
-            numbers = torch.arange(first_key, first_key + m, device=device)[None]
-            call = replace(call, key_positions=numbers, positions=numbers[:, m - n :])
-        return look(call, usable, values=call.v, **known)
+        elsewhere = attention.kind == "self" and text.pieces
+        return look(attention.call, usable, values=attention.call.v, numbers=numbers if elsewhere else None, **known)
     weights = attention.weights
     assert weights is not None
     dtype = torch.float64 if weights.dtype is torch.float64 else torch.float32
     weights = weights.to(dtype)
-    columns = torch.arange(first_key, first_key + m, device=weights.device)[None]
-    queries = torch.arange(first_query, first_query + n, device=weights.device)[None]
+    columns = numbers[None]
+    first = int(numbers[-1]) + 1 - n if m else 0
+    queries = torch.arange(first, first + n, device=weights.device)[None]
     usable = [one for one in usable if not one.needs_out_weight]  # no values are known
     known.pop("out_weight")
-    plane = Plane(batch, weights.shape[1], n, m, queries, columns, dtype, **known)
+    plane = Plane(batch, weights.shape[1], n, m, queries, columns, dtype, numbers=numbers, **known)
     survey = Survey(usable, plane)
     everything = (slice(0, batch), slice(0, weights.shape[1]), slice(0, n), [slice(0, m)])
     survey.add(Strip(plane, *everything, weights=weights, mass=weights.sum(-1)))
@@ -343,7 +337,7 @@ def joined(text: Text, measures: list[Measure]) -> dict[str, Any]:
             elif axis == "key":
                 total = parts[0].new_zeros(*text.shape, text.total)
                 for piece, part in zip(pieces, parts, strict=True):
-                    total[..., piece.first_key : piece.first_key + piece.keys] += part
+                    total[..., piece.numbers] += part
                 result[name] = total
             elif axis == "mean":
                 counts = [piece.found.seen.sum(2) for piece in pieces]
@@ -370,13 +364,15 @@ def _maps(text: Text, measures: list[Measure]) -> dict[str, Any]:
     survey = Survey(measures, plane)
     at = 0
     for piece in text.pieces:
-        step = max(1, 2**22 // max(1, batch * heads * piece.keys))
+        step = max(1, 2**22 // max(1, batch * heads * piece.numbers.numel()))
         for row in range(0, piece.queries, step):
             own = slice(row, min(row + step, piece.queries))
             weights = _weights(piece, keys, list(range(heads)), own).to(dtype)
             where = slice(at + own.start, at + own.stop)
-            runs = [slice(piece.first_key, piece.first_key + piece.keys)]
-            survey.add(Strip(plane, slice(0, batch), slice(0, heads), where, runs, weights, weights.sum(-1)))
+            strip = Strip(
+                plane, slice(0, batch), slice(0, heads), where, _runs(piece.numbers), weights, weights.sum(-1)
+            )
+            survey.add(strip)
         at += piece.queries
     return survey.result(None, first.found.lse).values
 
@@ -386,10 +382,17 @@ def _weights(piece: Piece, keys: Tensor | None, heads: list[int], rows: slice) -
     if piece.weights is not None:
         return piece.weights[:, heads, rows]
     call = piece.call
-    assert call is not None and keys is not None
-    k = keys[:, :, piece.first_key : piece.first_key + piece.keys]
+    assert call is not None
+    k = call.k if keys is None or call.k.shape[2] else keys[:, :, piece.numbers]
     with torch.no_grad():
         return reference.weights(cut(replace(call, k=k, v=k), heads, rows))[0]
+
+
+def _runs(numbers: Tensor) -> list[slice]:
+    """Rising numbers as runs of neighbours."""
+    breaks = ((numbers[1:] - numbers[:-1]) != 1).nonzero().flatten().add(1).tolist()
+    ends = [0, *breaks, numbers.numel()]
+    return [slice(int(numbers[a]), int(numbers[b - 1]) + 1) for a, b in pairwise(ends) if b > a]
 
 
 def cut(call: Call, heads: list[int], rows: slice) -> Call:

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from regard.attention import attend, prepare
+from regard.cache import RollingCache
 from regard.errors import bad_type, bad_value
-from regard.heads import handwritten, huggingface
+from regard.heads import huggingface
 from regard.heads.attention import Attention, from_huggingface, from_sdpa, output_weight
 from regard.heads.frames import Frame, Frames
-from regard.heads.handwritten import Weighed
+from regard.heads.handwritten import FUNCTIONS, Hands, Weighed, batch_of
 from regard.kernels import Call
 from regard.layouts.torch_mha_call import functional_operands
 
@@ -49,6 +50,7 @@ class Senses:
         self.counts: dict[str, int] = {}  # attentions of each module within this outermost call
         self.forward = 0
         self.busy = False  # one attention is being computed: what it is made of is not another one
+        self.hands = Hands()
         self.pending: list[Weighed] = []
 
     # What subclasses do
@@ -107,7 +109,7 @@ class Senses:
         if func is F.multi_head_attention_forward:
             return self._multi_head(frame, args, kwargs)
         out = func(*args, **kwargs)
-        note = handwritten.see(func, args, kwargs, out)
+        note = self.hands.see(func, args, kwargs, out)
         return out if note is None else self._by_hand(frame, note, out)
 
     def _told(self, attention: Attention, output: Tensor) -> Tensor:
@@ -138,9 +140,15 @@ class Senses:
             call = prepare(q.detach(), k.detach(), v.detach(), **asked)
         attention = self._describe(frame, call.shape, call=call)
         attention.out_weight = output_weight(frame.module, call.shape[1], call.v.shape[3])
+        cache = frame.given("cache")
+        if isinstance(cache, RollingCache):  # the first few tokens, then the last ones
+            held, first = call.shape[3], cache.keep_first
+            attention.cache = cache
+            attention.numbers = torch.arange(held)
+            attention.numbers[first:] += cache.seen - held
         return self._told(attention, out)
 
-    def _multi_head(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    def _multi_head(self, frame: Frame, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         out, weights = F.multi_head_attention_forward(*args, **kwargs)
         with torch.no_grad():
             operands = functional_operands(*args, **kwargs)
@@ -265,7 +273,7 @@ class _Mode(TorchFunctionMode):
         return self.senses.function(func, args, kwargs or {})
 
 
-_INTERESTING = {*handwritten.FUNCTIONS, F.scaled_dot_product_attention, F.multi_head_attention_forward, attend}
+_INTERESTING = {*FUNCTIONS, F.scaled_dot_product_attention, F.multi_head_attention_forward, attend}
 _HF_NAMES = ("query", "key", "value", "attention_mask")
 
 
@@ -294,17 +302,11 @@ class _Turn:
         shape = tuple(query.shape)
         if len(shape) == 4:
             n = shape[2]
-            for first, second in sizes:  # (H, B, N, D), where the input of the module says so
-                batch = first if second == n else second if first == n else None
-                if batch is not None and first != second:
-                    return _Turn("swapped" if shape[0] != batch and shape[1] == batch else "plain", shape)
-            return _Turn("plain", shape)
+            batch = batch_of(n, sizes)  # (H, B, N, D), where the input of the module says so
+            return _Turn("swapped" if shape[0] != batch and shape[1] == batch else "plain", shape)
         if len(shape) == 3:  # (B * H, N, D), or (H, N, D) without a batch
-            for first, second in sizes:
-                batch = first if second == shape[1] else second if first == shape[1] else None
-                if batch is not None and shape[0] % batch == 0:
-                    return _Turn("folded", shape, batch)
-            return _Turn("folded", shape, 1)
+            batch = batch_of(shape[1], sizes)
+            return _Turn("folded", shape, batch if batch is not None and shape[0] % batch == 0 else 1)
         return _Turn("more", shape)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from regard.errors import bad_type, bad_value
 from regard.heads.attention import Attention
 from regard.heads.record import Layer, Piece, Record, Text, measured
 from regard.heads.senses import Senses
-from regard.measures import Measure, MeasureLike, as_measures
+from regard.measures import MeasureLike, as_measures
 from regard.measures.survey import DEFAULT
 
 __all__ = ["watch"]
@@ -59,7 +59,7 @@ class watch(Senses):
         if keep not in (None, "qk", "qkv"):
             raise bad_value("keep", expected='None, "qk" or "qkv"', received=repr(keep))
         self.measures = as_measures([*DEFAULT, "induction", "duplicate"] if measures is None else measures)
-        self.keep = keep
+        self.keep, self.layers = keep, layers
         self.chosen = _chooser(layers)
         self.record = Record()
         self.refused: set[str] = set()  # layers that were seen and not wanted
@@ -93,18 +93,20 @@ class watch(Senses):
         _, _, n, m = attention.shape
         text = layer.text
         if text is None or not goes_on:
-            text = Text(attention.shape[:2], total=m)
-            first_query, first_key = _first_query(attention), 0
+            text = Text(attention.shape[:2], total=m, cache=attention.cache)
             text.ids = attention.ids if attention.kind == "self" and n == m else None
+        elif attention.kind == "self":
+            text.total += n
+            if text.ids is not None:
+                known = attention.ids is not None and attention.ids.shape[0] == text.ids.shape[0]
+                text.ids = torch.cat([text.ids, attention.ids], 1) if known else None  # type: ignore[list-item]
+        numbers = attention.numbers
+        if numbers is None:
+            numbers = torch.arange(text.total - m, text.total)
         else:
-            if attention.kind == "self":
-                text.total += n
-                if text.ids is not None:
-                    known = attention.ids is not None and attention.ids.shape[0] == text.ids.shape[0]
-                    text.ids = torch.cat([text.ids, attention.ids], 1) if known else None  # type: ignore[list-item]
-            first_query, first_key = text.total - n, text.total - m
-        found = measured(attention, self.measures, text, first_query, first_key)
-        piece = Piece(first_query, first_key, n, m, found)
+            text.total = max(text.total, int(numbers[-1]) + 1)
+        found = measured(attention, self.measures, text, numbers)
+        piece = Piece(n, numbers, found)
         self._remember(text, piece, attention, goes_on)
         text.pieces.append(piece)
         if goes_on:
@@ -141,7 +143,10 @@ class watch(Senses):
             return attention.call is None or _same(attention.call.k[:, :, 0], text.first_keys)
         if n >= m:
             return False
-        if attention.call is None:  # by hand: no keys to compare
+        if attention.cache is not None or text.cache is not None:
+            goes_on = attention.cache is text.cache and attention.numbers is not None
+            goes_on = goes_on and int(attention.numbers[-1]) + 1 == text.total + n  # type: ignore[index]
+        elif attention.call is None:  # by hand: no keys to compare
             goes_on = m == text.total + n
         else:
             before = attention.call.k[:, :, m - n - 1]
@@ -157,7 +162,7 @@ class watch(Senses):
 
     def _remember(self, text: Text, piece: Piece, attention: Attention, goes_on: bool) -> None:
         """What the next piece is compared with; and q, k and v, if they are to be kept."""
-        call, n, m = attention.call, piece.queries, piece.keys
+        call, (_, _, n, m) = attention.call, attention.shape
         keeps = self.keep is not None or any("map" in one.gives.values() for one in self.measures)
         if call is None:
             piece.weights = attention.weights if keeps else None
@@ -166,6 +171,9 @@ class watch(Senses):
             text.last_key = call.k[:, :, -1].clone()
             text.first_keys = call.k[:, :, 0].clone()
         if not keeps:
+            return
+        if attention.cache is not None:  # its keys are turned anew for every piece
+            piece.call = replace(call, k=call.k.clone(), v=call.v[:, :, :0], dropout=None)
             return
         if attention.kind == "self" and goes_on:
             text.keys.append(call.k[:, :, m - n :].clone())
@@ -181,7 +189,7 @@ class watch(Senses):
         frames = self.frames
         modules = list(frames.names)
         if self.refused:
-            why = f"none of the layers that ran was chosen by `layers`; there are {', '.join(sorted(self.refused)[:9])}"
+            why = f"none of the layers that ran is among layers={self.layers!r}; there are {', '.join(sorted(self.refused)[:9])}"
         elif frames.elsewhere:
             why = "the model ran in another thread, and a watch sees the thread that began it"
         elif not frames.forwards and any(isinstance(m, torch.jit.ScriptModule) for m in modules):
@@ -211,12 +219,6 @@ def _reads_again(text: Text, attention: Attention) -> bool:
     return not call.mask.block(call.tile(slice(None), slice(0, 1), slice(m - 1, m))).any()
 
 
-def _first_query(attention: Attention) -> int:
-    """Where the first query stands: where its call says, else the last one at the last key."""
-    call = attention.call
-    return call.q_start if call is not None and call.positions is None else attention.shape[3] - attention.shape[2]
-
-
 def _same(a: Tensor, b: Tensor | None) -> bool:
     return b is not None and a.shape == b.shape and torch.equal(a, b)
 
@@ -233,14 +235,14 @@ def _trimmed(attention: Attention) -> Attention:
     """Without the last keys, if no query may see them: a cache of fixed size is longer than the text."""
     _, _, n, m = attention.shape
     call = attention.call
-    if attention.kind != "self" or n >= m:
+    if attention.kind != "self" or n >= m or attention.cache is not None:
         return attention
     if call is None:
         assert attention.weights is not None
         used = attention.weights.flatten(0, 2).any(0).nonzero()
         last = int(used.max()) + 1 if used.numel() else m
         return attention if last == m else replace(attention, weights=attention.weights[..., :last])
-    if call.mask is None or call.key_positions is not None:
+    if call.mask is None or call.key_positions is not None or call.q_start != m - n:
         return attention
     visible = call.mask.block(call.whole())  # (1|B, 1|H, 1|N, M)
     used = visible.expand(*visible.shape[:3], m).flatten(0, 2).any(0).nonzero()
@@ -275,8 +277,3 @@ def _chooser(layers: str | Iterable[str] | Callable[[str], bool] | None) -> Call
     if not all(isinstance(name, str) for name in wanted):
         raise bad_type("layers", expected="names of layers, or a function of the name", received=repr(wanted))
     return lambda name: any(name == one or name.startswith((f"{one}.", f"{one}#")) for one in wanted)
-
-
-def needs_map(measures: list[Measure]) -> bool:
-    """Whether a picture of the whole plane is among them."""
-    return any("map" in one.gives.values() for one in measures)

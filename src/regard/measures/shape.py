@@ -165,7 +165,7 @@ class OnFirst(PerQuery):
     gives = {"on_first": "query"}
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
-        here = strip.runs[0].start == 0 and strip.plane.first_key == 0
+        here = int(strip.numbers[0]) == 0
         return strip.weights[..., 0] if here else torch.zeros_like(strip.mass)
 
 

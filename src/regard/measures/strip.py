@@ -35,8 +35,8 @@ class Plane:
     out_weight: Tensor | None = None  # (W, H * E), as `nn.Linear` stores it
     ids: Tensor | None = None  # (1|B, N) token ids of the queries
     key_ids: Tensor | None = None  # (1|B, M) and of the keys
-    first_key: int = 0  # the number of the first key in the whole text, where earlier ones are not here any more
-    earlier_ids: Tensor | None = None  # (1|B, first_key) token ids of those
+    numbers: Tensor | None = None  # (M,) which tokens of the whole text the keys are, where it is not the first M
+    text_ids: Tensor | None = None  # (1|B, L) token ids of the whole text
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros (B, H, *shape)."""
@@ -77,7 +77,7 @@ class Strip:
     @property
     def numbers(self) -> Tensor:
         """The numbers of its keys in the whole text: (m,)"""
-        return self.columns + self.plane.first_key
+        return self.columns if self.plane.numbers is None else self.plane.numbers[self.columns]
 
     def of_keys(self, x: Tensor) -> Tensor:
         """The strip's part of a tensor (1|B, ..., M)."""

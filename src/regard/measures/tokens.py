@@ -104,13 +104,11 @@ class _Copies(PerQuery):
         ids, key_ids, positions = _ids(plane, self), _key_ids(plane, self), plane.k_positions
         if not self.after:
             return ids, key_ids, positions
-        # One place further: what stood before the first key is not known, unless a text is read in pieces.
-        before = key_ids.new_full((key_ids.shape[0], self.after), _NO_TOKEN)
-        if plane.earlier_ids is not None and plane.earlier_ids.shape[1] >= self.after:
-            before = plane.earlier_ids[:, -self.after :]
-        first = positions[:, :1] - torch.arange(self.after, 0, -1, device=positions.device)
-        key_ids, positions = torch.cat([before, key_ids], 1), torch.cat([first, positions], 1)
-        return ids, key_ids[:, : plane.keys], positions[:, : plane.keys]
+        if plane.text_ids is not None and plane.numbers is not None:  # some tokens are not among the keys any more
+            before = torch.nn.functional.pad(plane.text_ids, (self.after, 0), value=_NO_TOKEN)
+            return ids, before[:, plane.numbers], positions - self.after
+        before = torch.nn.functional.pad(key_ids, (self.after, 0), value=_NO_TOKEN)[:, : plane.keys]
+        return ids, before, torch.nn.functional.pad(positions, (self.after, 0))[:, : plane.keys]
 
     def of(self, strip: Strip, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         ids, copies, positions = prepared
@@ -121,9 +119,9 @@ class _Copies(PerQuery):
     def counted(self, plane: Plane, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """A token counts if the first of its kind stands before it."""
         ids, key_ids, k_positions = prepared[0], _key_ids(plane, self), plane.k_positions
-        if plane.earlier_ids is not None:
-            earlier = torch.arange(plane.first_key, device=k_positions.device)[None].expand(k_positions.shape[0], -1)
-            key_ids, k_positions = torch.cat([plane.earlier_ids, key_ids], 1), torch.cat([earlier, k_positions], 1)
+        if plane.text_ids is not None:
+            key_ids = plane.text_ids
+            k_positions = torch.arange(key_ids.shape[1], device=key_ids.device)[None]
         items = max(x.shape[0] for x in (ids, key_ids, plane.q_positions, k_positions))
         ids, key_ids, q_positions, k_positions = (
             x.expand(items, -1) for x in (ids, key_ids, plane.q_positions, k_positions)

@@ -132,6 +132,10 @@ class Mask:
         """Whether it is known to hide nothing from queries at `first`, `first` + 1, ... of keys at 0, 1, ..."""
         return False
 
+    def shared_by_heads(self) -> bool:
+        """Whether all heads see the same: no tensor of it has an axis for them."""
+        return all(tensor.dim() < 4 or tensor.shape[1] == 1 for tensor in self.tensors())
+
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         """Raise where this mask does not fit attention of shape (B, H, N, M)."""
 

@@ -6,7 +6,7 @@ W model width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from regard.attention import prepare
 from regard.kernels import Call
 from regard.masks import Causal, Keep
 
-__all__ = ["Attention", "from_huggingface", "from_sdpa", "output_weight", "with_additive_mask"]
+__all__ = ["Attention", "evened", "from_huggingface", "from_sdpa", "output_weight", "with_additive_mask"]
 
 
 @dataclass
@@ -32,6 +32,7 @@ class Attention:
     weights: Tensor | None = None
     ids: Tensor | None = None  # (1|B, N)
     out_weight: Tensor | None = None  # (W, H * E)
+    output: Tensor | None = None  # (B, H, N, E), where it is known
     cache: Any = None  # the object that holds its keys, where it is known
     numbers: Tensor | None = None  # (M,) which tokens its keys are, where it is known
 
@@ -43,6 +44,21 @@ class Attention:
         assert self.weights is not None
         batch, heads, n, m = self.weights.shape
         return batch, heads, n, m
+
+
+def evened(attention: Attention) -> Attention:
+    """The same with one head, whose weights are equal on all keys that may be seen: what a head without a mind does."""
+    if attention.call is None:
+        assert attention.weights is not None
+        seen = (attention.weights > 0).any(1, keepdim=True).to(attention.weights.dtype)
+        return replace(attention, weights=seen / seen.sum(-1, keepdim=True).clamp(min=1))
+    call = attention.call
+    mask = call.mask
+    if mask is not None and not mask.shared_by_heads():
+        mask = Keep(mask.block(call.whole())[:, :1])
+    q, k = (x.new_zeros(x.shape[0], 1, x.shape[2], 1) for x in (call.q, call.k))
+    even = replace(call, q=q, k=k, v=k, scale=1.0, softcap=None, biases=(), sinks=None, dropout=None, mask=mask)
+    return replace(attention, call=even)
 
 
 def with_additive_mask(mask: Tensor) -> dict[str, Any]:

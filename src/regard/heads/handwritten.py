@@ -266,7 +266,7 @@ def _look_for_heads(note: Weighed) -> None:
 
 
 def _order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """Where each axis of the result comes from. Torch itself is asked, with a tensor whose strides tell its axes apart."""
+    """Where each axis of the result comes from: torch itself is asked, with a tensor whose strides tell axes apart."""
     strides = [2**i for i in range(args[0].dim())]
     with torch.no_grad():
         moved = func(torch.empty(1).as_strided([1] * len(strides), strides), *args[1:], **kwargs)

@@ -1,8 +1,8 @@
 """What was seen: a record of every layer, from one forward or from many.
 
-A layer's text may come in pieces: a prompt, then token after token from a cache. Pieces that continue each other are joined
-to one map, as if the whole had been read at once. A second text begins a second sequence; from then on what was measured
-per query becomes a mean per head.
+A layer's text may come in pieces: a prompt, then token after token from a cache. Pieces that continue each other are
+joined to one map, as if the whole had been read at once. A second text begins a second sequence; from then on what was
+measured per query becomes a mean per head.
 
 Letters: B batch, H query heads, N queries, M keys.
 """
@@ -30,8 +30,8 @@ DENSE = 2048  # tokens up to which rollout builds dense maps
 
 @dataclass
 class Piece:
-    """One call of attention within a sequence: how many queries it has, which tokens of the whole text its keys are, and
-    what was measured."""
+    """One call of attention within a sequence: how many queries it has, which tokens of the whole text its keys are,
+    and what was measured."""
 
     queries: int
     numbers: Tensor  # (M,)
@@ -61,16 +61,18 @@ class Text:
 
 
 class Layer:
-    """One layer's attention: what was measured by name, such as `.entropy`, (B, H, N) after one text; after several, means
-    per head (H,) over all queries that see a key, with their number in `.counts`."""
+    """One layer's attention: what was measured by name, such as `.entropy`, (B, H, N) after one text; after several,
+    means per head (H,) over all queries that see a key; how many these are is in `.count`."""
 
     def __init__(self, name: str, kind: Literal["self", "cross"], measures: list[Measure]) -> None:
         self.name, self.kind, self.measures = name, kind, measures
         self.text: Text | None = None
         self.texts = 0
         self.sums: dict[str, Tensor] = {}
-        self._counts: dict[str, Tensor] = {}
-        self._joined: dict[str, Any] | None = None
+        self.before: dict[str, Any] = {}  # how many queries (H,) those sums are over; "" those that see a key
+        self.uniform: Layer | None = None  # what equal weights on all visible keys would give, as one head
+        self._last: dict[str, Any] | None = None
+        self._means: dict[str, Any] | None = None
 
     @property
     def axes(self) -> dict[str, str]:
@@ -86,60 +88,80 @@ class Layer:
     @property
     def values(self) -> dict[str, Any]:
         """Everything that was measured, by name."""
-        if self._joined is None:
-            assert self.text is not None
-            one = joined(self.text, self.measures)
-            self._joined = one if self.texts == 1 else self._means(one)
-        return self._joined
+        if self.texts == 1:
+            return self.last()
+        if self._means is None:
+            self._means = {name: self.per_head(name) for name in self.axes if name in self._sums()}
+        return self._means
 
     @property
     def seen(self) -> Tensor:
         """Which queries see a key, (B, H, N), after one text."""
         if self.texts > 1:
             raise AttributeError("`seen` is per query, and there were several texts")
+        return self.last_seen()
+
+    def has(self, name: str) -> bool:
+        """Whether something was measured here."""
+        return self.text is not None and name in self.last()
+
+    def last(self) -> dict[str, Any]:
+        """What was measured in the last text."""
+        if self._last is None:
+            assert self.text is not None
+            self._last = joined(self.text, self.measures)
+        return self._last
+
+    def _sums(self) -> dict[str, tuple[Tensor, Tensor]]:
+        assert self.text is not None
+        return _sums(self.text, self.measures, self.last())
+
+    def last_seen(self) -> Tensor:
+        """Which queries (B, H, N) of the last text see a key."""
         assert self.text is not None
         return torch.cat([piece.found.seen for piece in self.text.pieces], 2)
+
+    def last_counted(self) -> dict[str, Tensor]:
+        """The same for measures that count fewer queries."""
+        assert self.text is not None
+        names = self.text.pieces[0].found.counts
+        return {name: torch.cat([piece.found.counts[name] for piece in self.text.pieces], 2) for name in names}
 
     @property
     def count(self) -> Tensor:
         """How many queries (H,) saw a key, in all texts."""
-        assert self.text is not None
-        seen = torch.cat([piece.found.seen for piece in self.text.pieces], 2).sum((0, 2))
-        return seen + self._counts.get("", 0)
+        return self.last_seen().sum((0, 2)) + self.before.get("", 0)
 
     @property
     def counts(self) -> dict[str, Tensor]:
         """How many queries (H,) the means of each measure per query are taken over."""
-        assert self.text is not None
-        sums = _sums(self.text, self.measures, joined(self.text, self.measures))
-        return {name: count + self._counts.get(name, 0) for name, (_, count) in sums.items()}
+        return {name: count + self.before.get(name, 0) for name, (_, count) in self._sums().items()}
 
     def per_head(self, name: str) -> Tensor:
         """The mean (H,) of a measure per query, or the mean (H, ...) of another, over everything that was seen."""
-        assert self.text is not None
-        total, count = _sums(self.text, self.measures, joined(self.text, self.measures))[name]
-        total, count = _plus(total, self.sums.get(name)), count + self._counts.get(name, 0)
+        total, count = self._sums()[name]
+        total, count = _plus(total, self.sums.get(name)), count + self.before.get(name, 0)
         return total / count.clamp(min=1).view(-1, *[1] * (total.dim() - 1))
-
-    def _means(self, one: dict[str, Any]) -> dict[str, Any]:
-        return {name: self.per_head(name) for name in one if name in self._summable(one)}
-
-    def _summable(self, one: dict[str, Any]) -> set[str]:
-        return {name for name, axis in self.axes.items() if name in one and name not in ("target", "links")}
 
     def begin(self, text: Text) -> None:
         """A new sequence: what the last one gave is summed up."""
         if self.text is not None:
-            self._counts[""] = self.count
-            for name, (total, count) in _sums(self.text, self.measures, joined(self.text, self.measures)).items():
+            self.before[""] = self.count
+            for name, (total, count) in self._sums().items():
                 self.sums[name] = _plus(total, self.sums.get(name))
-                self._counts[name] = count + self._counts.get(name, 0)
-        self.text, self._joined = text, None
+                self.before[name] = count + self.before.get(name, 0)
+        self.text = text
         self.texts += 1
+        self.changed()
 
     def replace(self, text: Text) -> None:
         """The same sequence, read again from the start and further."""
-        self.text, self._joined = text, None
+        self.text = text
+        self.changed()
+
+    def changed(self) -> None:
+        """Something was added to the text: what was joined of it is to be joined again."""
+        self._last = self._means = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "measures" not in self.__dict__:
@@ -212,8 +234,8 @@ class Layer:
 
 
 class Record:
-    """What `watch` saw. `seen.layers` are the names, in the order in which they were called; `seen[name]`, or by number,
-    is one `Layer`."""
+    """What `watch` saw. `seen.layers` are the names, in the order in which they were called; `seen[name]`, or by
+    number, is one `Layer`."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Layer] = {}
@@ -251,8 +273,8 @@ class Record:
         return f"Record of {len(kinds)} layers{cross}"
 
     def rollout(self) -> Tensor:
-        """Attention rollout (Abnar & Zuidema 2020) through the layers of self attention, (B, N, N): how much of each input
-        token is in each output token. Needs keep="qk" and a text short enough for dense maps."""
+        """Attention rollout (Abnar & Zuidema 2020) through the layers of self attention, (B, N, N): how much of each
+        input token is in each output token. Needs keep="qk" and a text short enough for dense maps."""
         layers = [layer for layer in self if layer.kind == "self"]
         sizes = {(layer.text.queries, layer.text.total) for layer in layers if layer.text is not None}
         if len(sizes) != 1 or not all(n == m for n, m in sizes):
@@ -277,10 +299,17 @@ class Record:
         return roles(self, **options)
 
     def save(self, path: Any) -> None:
-        """Write it to a file. See `heads.store.save`."""
+        """Write it to a file. See `heads.store`."""
         from regard.heads.store import save
 
         save(self, path)
+
+    @staticmethod
+    def load(path: Any) -> Record:
+        """Read one that was saved."""
+        from regard.heads.store import load
+
+        return load(path)
 
 
 def measured(attention: Attention, measures: list[Measure], text: Text, numbers: Tensor) -> Measurements:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value
-from regard.heads.attention import Attention
+from regard.heads.attention import Attention, evened
 from regard.heads.record import Layer, Piece, Record, Text, measured
 from regard.heads.senses import Senses
 from regard.measures import MeasureLike, as_measures
@@ -27,16 +27,16 @@ class watch(Senses):
     """Watch every attention that a model computes within a `with` block.
 
     Args:
-        model: any `nn.Module`: attention by torch's functions, `nn.MultiheadAttention`, regard, transformers, or by hand.
-        measures: names or objects of `regard.measures`; by default those of `measure`, and where token ids are found among
-            the model's inputs, induction and duplicate. A measure that cannot be taken of a layer is left out there.
-        layers: names of the layers to watch, or a function of the name; all by default. A name ends where a dot or `#` is
-            expected: "encoder.layer.1" stands for all below it.
-        keep: "qk" keeps queries and keys, so that `seen[layer].weights(...)` gives any part of the weights later, exactly;
-            "qkv" the values too. O(N) memory.
+        model: any `nn.Module`: attention by torch's functions, `nn.MultiheadAttention`, regard, transformers, by hand.
+        measures: names or objects of `regard.measures`; by default those of `measure`, and where token ids are found
+            among the model's inputs, induction and duplicate. What cannot be measured in a layer is left out there.
+        layers: names of the layers to watch, or a function of the name; all by default. "encoder.layer.1" stands for
+            all that is below it.
+        keep: "qk" keeps queries and keys, so that `seen[layer].weights(...)` gives any part of the weights later,
+            exactly; "qkv" also what `ablate(..., mode="patch")` needs. O(N) memory.
 
-    Gives a `Record`. Outputs, gradients and random numbers are those of the model unwatched; everything is put back when the
-    block ends, whatever happened in it. A watch that saw nothing raises, and says why.
+    Gives a `Record`. Outputs, gradients and random numbers are those of the model unwatched; everything is put back
+    when the block ends, whatever happened in it. A watch that saw nothing raises, and says why.
 
     >>> import regard
     >>> layer = regard.MultiHeadAttention(16, num_heads=2)
@@ -59,6 +59,10 @@ class watch(Senses):
         if keep not in (None, "qk", "qkv"):
             raise bad_value("keep", expected='None, "qk" or "qkv"', received=repr(keep))
         self.measures = as_measures([*DEFAULT, "induction", "duplicate"] if measures is None else measures)
+        # A baseline is of one head, of no values, and not a picture.
+        plain = [one for one in self.measures if not (one.needs_out_weight or one.needs_all_heads)]
+        self.baselines = [one for one in plain if "map" not in one.gives.values() and "links" not in one.gives]
+        self.known: dict[Any, Any] = {}
         self.keep, self.layers = keep, layers
         self.chosen = _chooser(layers)
         self.record = Record()
@@ -108,13 +112,29 @@ class watch(Senses):
         found = measured(attention, self.measures, text, numbers)
         piece = Piece(n, numbers, found)
         self._remember(text, piece, attention, goes_on)
-        text.pieces.append(piece)
-        if goes_on:
-            layer._joined = None
-        elif layer.text is not None and _reads_again(layer.text, attention):
-            layer.replace(text)
-        else:
-            layer.begin(text)
+        again = not goes_on and layer.text is not None and _reads_again(layer.text, attention)
+        if layer.uniform is None:
+            layer.uniform = Layer(name, attention.kind, self.baselines)
+        self._baseline(layer.uniform, attention, text, numbers, goes_on, again)
+        _add(layer, text, piece, goes_on, again)
+
+    def _baseline(
+        self, uniform: Layer, attention: Attention, text: Text, numbers: Tensor, goes_on: bool, again: bool
+    ) -> None:
+        """What equal weights on all visible keys would give. Layers that have a mask in common share it."""
+        ids = None if attention.ids is None else id(attention.ids)
+        mask = None if attention.call is None else id(attention.call.mask)
+        key = (attention.forward, mask, attention.shape[0], *attention.shape[2:], int(numbers.sum()), ids)
+        if mask is None or key not in self.known:
+            if len(self.known) > 8:
+                self.known.clear()
+            equal = measured(evened(attention), self.baselines, text, numbers)
+            self.known[key] = equal, attention  # (which keeps the mask alive, so that its id is its own)
+        own = uniform.text if goes_on else None
+        if own is None:
+            own = Text((text.shape[0], 1))
+        own.total = text.total
+        _add(uniform, own, Piece(attention.shape[2], numbers, self.known[key][0]), goes_on, again)
 
     def _place(self, attention: Attention) -> tuple[str, Layer | None, bool]:
         """The layer that an attention belongs to, and whether it goes on with its text."""
@@ -193,7 +213,7 @@ class watch(Senses):
         elif frames.elsewhere:
             why = "the model ran in another thread, and a watch sees the thread that began it"
         elif not frames.forwards and any(isinstance(m, torch.jit.ScriptModule) for m in modules):
-            why = "the model was traced or scripted by torch.jit, which shows nothing; watch the model that it was made of"
+            why = "it was traced or scripted by torch.jit, which shows nothing; watch the model that it was made of"
         elif not frames.forwards:
             why = "the model was not run inside the block"
         elif any(isinstance(m, torch.jit.ScriptModule) for m in modules):
@@ -205,6 +225,17 @@ class watch(Senses):
         return ValueError(f"watch: expected attention inside the block, saw none: {why}")
 
 
+def _add(layer: Layer, text: Text, piece: Piece, goes_on: bool, again: bool) -> None:
+    """One more piece of a layer's text, or the first of another."""
+    text.pieces.append(piece)
+    if goes_on and layer.text is text:
+        layer.changed()
+    elif again:
+        layer.replace(text)
+    else:
+        layer.begin(text)
+
+
 def _reads_again(text: Text, attention: Attention) -> bool:
     """Whether a causal model reads the same text once more, one token further: generation without a cache."""
     call = attention.call
@@ -214,7 +245,9 @@ def _reads_again(text: Text, attention: Attention) -> bool:
     if call is None:
         ids = attention.ids
         return text.ids is not None and ids is not None and torch.equal(ids[:, :-1], text.ids)
-    if call.mask is None or text.last_key is None or not torch.allclose(call.k[:, :, m - 2], text.last_key, 1e-3, 1e-4):
+    if call.mask is None or text.last_key is None:
+        return False
+    if not torch.allclose(call.k[:, :, m - 2], text.last_key, rtol=1e-3, atol=1e-4):  # other sizes round differently
         return False
     return not call.mask.block(call.tile(slice(None), slice(0, 1), slice(m - 1, m))).any()
 

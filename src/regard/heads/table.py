@@ -1,0 +1,77 @@
+"""A record as a table: a row for each layer and head, a column for each measure that is one number per head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from regard.errors import missing_extra
+from regard.measures import Offsets
+
+if TYPE_CHECKING:
+    from regard.heads.record import Layer, Record
+
+__all__ = ["Table", "table"]
+
+_AROUND = {"previous": -1, "itself": 0, "next": 1}  # what falls out of the offsets
+
+
+class Table(list[dict[str, Any]]):
+    """Rows as plain dictionaries; `print` shows them in columns."""
+
+    def to_pandas(self) -> Any:
+        """The same as a `pandas.DataFrame`, where pandas is installed."""
+        try:
+            import pandas
+        except ImportError:
+            raise missing_extra("pandas", "tables") from None
+        return pandas.DataFrame(list(self))
+
+    def __str__(self) -> str:
+        if not self:
+            return "(no rows)"
+        names = list(dict.fromkeys(name for row in self for name in row))
+        cells = [names, *([_shown(row.get(name)) for name in names] for row in self)]
+        wide = [max(len(row[i]) for row in cells) for i in range(len(names))]
+        text = {i for i, name in enumerate(names) if any(isinstance(row.get(name), str) for row in self)}
+        lines = []
+        for row in cells:
+            aligned = [c.ljust(w) if i in text else c.rjust(w) for i, (c, w) in enumerate(zip(row, wide, strict=True))]
+            lines.append("  ".join(aligned).rstrip())
+        return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def table(record: Record) -> Table:
+    """Layer, head and every scalar measure of a record: per-query measures as means over the queries that count."""
+    rows = Table()
+    for layer in record:
+        columns = scalars(layer)
+        for head in range(layer.heads):
+            row: dict[str, Any] = {"layer": layer.name, "head": head}
+            if layer.kind == "cross":
+                row["kind"] = "cross"
+            rows.append(row | {name: value[head].item() for name, value in columns.items()})
+    return rows
+
+
+def scalars(layer: Layer) -> dict[str, Tensor]:
+    """The measures of a layer that are one number per head: (H,) each."""
+    found: dict[str, Tensor] = {}
+    for one in layer.measures:
+        for name, axis in one.gives.items():
+            if axis == "query" and name not in ("target", "links", "tokens") and layer.has(name):
+                found[name] = layer.per_head(name)
+        if isinstance(one, Offsets) and layer.has("offsets"):
+            profile = layer.per_head("offsets")
+            for name, offset in _AROUND.items():
+                if name not in found and -one.before <= offset <= one.after:
+                    found[name] = profile[:, one.before + offset]
+        names = getattr(one, "names", None)
+        if names and layer.has("tokens"):
+            found |= dict(zip(names, layer.per_head("tokens").unbind(1), strict=True))
+    return found

@@ -1,9 +1,9 @@
 """regard: multi-head attention that you can see into."""
 
-from regard import cache, configurations, kernels, layouts, masks, measures, models, positions
+from regard import cache, configurations, heads, kernels, layouts, masks, measures, models, positions
 from regard.attention import attend, attention_weights, explain, measure
 from regard.cache import KVCache, RollingCache
-from regard.heads import watch
+from regard.heads import ablate, importance, prune, watch
 from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.layouts import swap
 
@@ -14,11 +14,14 @@ __all__ = [
     "KVCache",
     "MultiHeadAttention",
     "RollingCache",
+    "ablate",
     "attend",
     "attention_weights",
     "cache",
     "configurations",
     "explain",
+    "heads",
+    "importance",
     "kernels",
     "layouts",
     "masks",
@@ -26,6 +29,7 @@ __all__ = [
     "measures",
     "models",
     "positions",
+    "prune",
     "swap",
     "watch",
 ]

@@ -66,7 +66,7 @@ def with_additive_mask(mask: Tensor) -> dict[str, Any]:
     the lowest numbers of its dtype, hides; a row that would add it everywhere sees nothing.
 
     >>> with_additive_mask(torch.tensor([[0.0, float("-inf")]]))
-    {'mask': Keep((1, 1, 1, 2)), 'bias': None}
+    {'mask': Keep([[[True, False]]]), 'bias': None}
     """
     while mask.dim() > 4 and mask.shape[0] == 1:
         mask = mask[0]
@@ -141,8 +141,12 @@ def from_huggingface(
 
 def output_weight(module: nn.Module, heads: int, width: int) -> Tensor | None:
     """The weight (W, H * E) of the module's output projection, by the names that are common for it; else None."""
-    for name in ("out_proj", "o_proj"):
-        weight = getattr(getattr(module, name, None), "weight", None)
-        if isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == heads * width:
-            return weight.detach()
+    for name in ("out_proj", "o_proj", "c_proj", "dense", "out_lin", "o"):
+        projection = getattr(module, name, None)
+        weight = getattr(projection, "weight", None)
+        if not isinstance(weight, Tensor) or weight.dim() != 2:
+            continue
+        weight = weight.detach().mT if type(projection).__name__ == "Conv1D" else weight.detach()
+        if weight.shape[1] == heads * width:
+            return weight
     return None

@@ -116,9 +116,11 @@ class Hands:
         if not isinstance(out, Tensor) or not isinstance(dim, int) or out.dim() < 2 or not out.numel():
             return
         axis = dim if dim < 0 else dim - out.dim()
-        scores, weights = args[0].detach(), out.detach()
+        scores, weights = kwargs.get("input", next(iter(args), None)), out.detach()
         # Masks of the lowest number everywhere make a row of equal weights: it sees nothing.
-        blind = scores.amax(axis, keepdim=True) <= torch.finfo(scores.dtype).min / 2
+        if not isinstance(scores, Tensor):
+            return
+        blind = scores.detach().amax(axis, keepdim=True) <= torch.finfo(scores.dtype).min / 2
         self._put(out, Softmaxed(weights.masked_fill(blind, 0.0) if blind.any() else weights, axis))
 
     def _log_softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:

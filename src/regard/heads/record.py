@@ -21,7 +21,9 @@ from regard.attention import look
 from regard.errors import bad_type, bad_value
 from regard.heads.attention import Attention
 from regard.kernels import Call, reference
-from regard.measures import Measure, Measurements, Offsets, Plane, Strip, Survey, TopLinks, rollout
+from regard.masks import Keep
+from regard.measures import Measure, Measurements, Plane, Strip, Survey, TopLinks, rollout
+from regard.positions import DenseBias
 
 __all__ = ["Layer", "Record"]
 
@@ -38,6 +40,7 @@ class Piece:
     found: Measurements
     call: Call | None = None  # with neither k nor v, if it was kept and `Text.keys` have them
     weights: Tensor | None = None  # (B, H, N, M) if it was kept and the model wrote attention by hand
+    output: Tensor | None = None  # (B, H, N, E) if it was kept
 
 
 @dataclass
@@ -52,7 +55,6 @@ class Text:
     first_keys: Tensor | None = None  # the same of cross attention: (B, G, D) of its first key
     ids: Tensor | None = None  # (1|B, total)
     keys: list[Tensor] = field(default_factory=list)  # kept: (B, G, m, D), each key once
-    values: list[Tensor] = field(default_factory=list)
 
     @property
     def queries(self) -> int:
@@ -202,15 +204,26 @@ class Layer:
         row_slice, col_slice = _slice(rows, text.queries), _slice(cols, text.total)
         r0, r1, _ = row_slice.indices(text.queries)
         c0, c1, _ = col_slice.indices(text.total)
-        result = self._block(which, slice(r0, max(r0, r1)), slice(c0, max(c0, c1)))
+        items = slice(None) if batch is None else slice(range(text.shape[0])[batch], range(text.shape[0])[batch] + 1)
+        result = self._block(items, which, slice(r0, max(r0, r1)), slice(c0, max(c0, c1)))
         if isinstance(cols, int):
             result = result[..., 0]
         if isinstance(rows, int):
             result = result[:, :, 0]
         result = result[:, 0] if isinstance(heads, int) else result
-        return result if batch is None else result[batch]
+        return result if batch is None else result[0]
 
-    def _block(self, heads: list[int], rows: slice, cols: slice) -> Tensor:
+    @property
+    def output(self) -> Tensor:
+        """The heads' outputs in the last text, before the output projection: (B, H, N, E). Needs keep="qkv"."""
+        assert self.text is not None
+        parts = [piece.output for piece in self.text.pieces]
+        if any(part is None for part in parts):
+            raise bad_value("output", expected='a watch with keep="qkv"', received="one that did not keep it",
+                            remedy='watch(model, keep="qkv")')  # fmt: skip
+        return torch.cat(parts, 2)  # type: ignore[arg-type]
+
+    def _block(self, items: slice, heads: list[int], rows: slice, cols: slice) -> Tensor:
         text = self.text
         assert text is not None
         keys = torch.cat(text.keys, 2) if len(text.keys) > 1 else text.keys[0] if text.keys else None
@@ -220,13 +233,13 @@ class Layer:
             first += piece.queries
             if own.start >= own.stop:
                 continue
-            block = _weights(piece, keys, heads, own)
+            block = _weights(piece, keys, items, heads, own)
             wide = block.new_zeros(*block.shape[:3], cols.stop - cols.start)
             inside = (piece.numbers >= cols.start) & (piece.numbers < cols.stop)
             wide[..., piece.numbers[inside] - cols.start] = block[..., inside]
             blocks.append(wide)
         if not blocks:
-            return torch.zeros(text.shape[0], len(heads), 0, cols.stop - cols.start)
+            return torch.zeros(len(range(text.shape[0])[items]), len(heads), 0, cols.stop - cols.start)
         return torch.cat(blocks, 2)
 
     def __repr__(self) -> str:
@@ -396,7 +409,7 @@ def _maps(text: Text, measures: list[Measure]) -> dict[str, Any]:
         step = max(1, 2**22 // max(1, batch * heads * piece.numbers.numel()))
         for row in range(0, piece.queries, step):
             own = slice(row, min(row + step, piece.queries))
-            weights = _weights(piece, keys, list(range(heads)), own).to(dtype)
+            weights = _weights(piece, keys, slice(None), list(range(heads)), own).to(dtype)
             where = slice(at + own.start, at + own.stop)
             strip = Strip(
                 plane, slice(0, batch), slice(0, heads), where, _runs(piece.numbers), weights, weights.sum(-1)
@@ -406,15 +419,15 @@ def _maps(text: Text, measures: list[Measure]) -> dict[str, Any]:
     return survey.result(None, first.found.lse).values
 
 
-def _weights(piece: Piece, keys: Tensor | None, heads: list[int], rows: slice) -> Tensor:
-    """Some rows of some heads of a piece: (B, h, n, m)."""
+def _weights(piece: Piece, keys: Tensor | None, items: slice, heads: list[int], rows: slice) -> Tensor:
+    """Some rows of some heads of some texts of a piece: (b, h, n, m)."""
     if piece.weights is not None:
-        return piece.weights[:, heads, rows]
+        return piece.weights[items][:, heads, rows]
     call = piece.call
     assert call is not None
     k = call.k if keys is None or call.k.shape[2] else keys[:, :, piece.numbers]
     with torch.no_grad():
-        return reference.weights(cut(replace(call, k=k, v=k), heads, rows))[0]
+        return reference.weights(cut(replace(call, k=k, v=k), items, heads, rows))[0]
 
 
 def _runs(numbers: Tensor) -> list[slice]:
@@ -424,39 +437,40 @@ def _runs(numbers: Tensor) -> list[slice]:
     return [slice(int(numbers[a]), int(numbers[b - 1]) + 1) for a, b in pairwise(ends) if b > a]
 
 
-def cut(call: Call, heads: list[int], rows: slice) -> Call:
-    """The part of a call that some heads and rows need: exact, for a row's weights depend on its own scores alone."""
-    tile = call.whole()
-    mask = None if call.mask is None else call.mask.block(
-        call.tile(slice(None), rows, slice(0, call.shape[3])))  # fmt: skip
+def cut(call: Call, items: slice, heads: list[int], rows: slice) -> Call:
+    """The part of a call that some texts, heads and rows need: exact, for a row's weights depend on its own scores."""
     shared = call.shape[1] // call.k.shape[1]
     index = torch.tensor(heads, device=call.q.device)
-    if mask is not None:
-        from regard.masks import Keep
 
-        mask = Keep(mask[:, index] if mask.shape[1] > 1 else mask)
-    biases = tuple(_cut_bias(bias, call, index, rows, tile) for bias in call.biases)
+    def of_heads(x: Tensor) -> Tensor:
+        return x[:, index] if x.shape[1] > 1 else x
+
+    def of_items(x: Tensor) -> Tensor:
+        return x[items] if x.shape[0] > 1 else x
+
+    mask = None
+    if call.mask is not None:
+        batch = slice(*items.indices(call.shape[0]))
+        mask = Keep(of_heads(call.mask.block(call.tile(batch, rows, slice(0, call.shape[3])))))
+    biases = []
+    for bias in call.biases:
+        if isinstance(bias, DenseBias):
+            weight = of_heads(of_items(bias.weight))
+            biases.append(DenseBias(weight[:, :, rows] if weight.shape[2] > 1 else weight))
+        else:
+            biases.append(bias.with_weight(of_items(bias.weight)[..., index]))
     return replace(
         call,
-        q=call.q[:, index, rows],
-        k=call.k[:, index // shared],
-        v=call.v[:, index // shared],
+        q=call.q[items][:, index, rows],
+        k=call.k[items][:, index // shared],
+        v=call.v[items][:, index // shared],
         mask=mask,
-        biases=biases,
-        positions=call.query_positions(rows),
-        sinks=None if call.sinks is None else call.sinks[:, index],
+        biases=tuple(biases),
+        positions=of_items(call.query_positions(rows)),
+        key_positions=None if call.key_positions is None else of_items(call.key_positions),
+        sinks=None if call.sinks is None else of_items(call.sinks)[:, index],
         dropout=None,
     )
-
-
-def _cut_bias(bias: Any, call: Call, heads: Tensor, rows: slice, tile: Any) -> Any:
-    from regard.positions import DenseBias
-
-    if not isinstance(bias, DenseBias):
-        return bias.with_weight(bias.weight[..., heads])
-    weight = bias.weight
-    weight = weight[:, heads] if weight.shape[1] > 1 else weight
-    return DenseBias(weight[:, :, rows] if weight.shape[2] > 1 else weight)
 
 
 def _joined_links(parts: list[TopLinks]) -> TopLinks:
@@ -512,8 +526,3 @@ def _slice(which: slice | int | None, size: int) -> slice:
     if which.step not in (None, 1):
         raise bad_value("rows, cols", expected="slices without a step", received=f"{which}")
     return which
-
-
-def offsets_of(layer: Layer) -> Offsets | None:
-    """The measure of offsets, if it was taken."""
-    return next((one for one in layer.measures if isinstance(one, Offsets)), None)

@@ -41,6 +41,7 @@ class Senses:
     """Looks at a model while it runs: a context manager. Nothing of the model is changed for longer than that."""
 
     changes = False  # whether `change` has something to say
+    needs_output = False  # whether `see` asks for `attention.output` even where it has to be computed for it
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
@@ -54,10 +55,6 @@ class Senses:
         self.pending: list[Weighed] = []
 
     # What subclasses do
-
-    def wants(self, attention: Attention) -> bool:
-        """Whether to be told of this one at all."""
-        return True
 
     def see(self, attention: Attention) -> None:
         """One attention was computed."""
@@ -114,11 +111,10 @@ class Senses:
 
     def _told(self, attention: Attention, output: Tensor) -> Tensor:
         """See it, and perhaps change its output (B, H, N, E)."""
-        if not self.wants(attention):
-            return output
         with torch.no_grad(), torch._C.DisableTorchFunction():
+            attention.output = output.detach()
             self.see(attention)
-        return self.change(attention, output)
+        return self.change(attention, output) if self.changes else output
 
     def _sdpa(self, frame: Frame, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         out = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
@@ -159,9 +155,9 @@ class Senses:
         attention.kind = "self" if key is query else "cross"
         out_weight = kwargs.get("out_proj_weight", args[11] if len(args) > 11 else None)
         attention.out_weight = None if out_weight is None else out_weight.detach()
-        if not self.wants(attention):
-            return out, weights
         with torch.no_grad(), torch._C.DisableTorchFunction():
+            if self.needs_output and not self.changes:
+                attention.output = attend(q, k, v, **operands.options)
             self.see(attention)
         if not self.changes:
             return out, weights
@@ -227,37 +223,40 @@ class Senses:
             note.heads = note.guess()
         if note.heads is None or note.done:
             return out
-        self._finish(note)
-        if not self.changes or not isinstance(out, Tensor):
+        batch, axes = "y" if note.heads == "x" else "x", note.axes
+        known = isinstance(out, Tensor) and sorted(axes) == ["e", "n", "x", "y"]
+        order = [axes.index(a) for a in (batch, note.heads, "n", "e")] if known else []
+        attention = self._finish(note, out.permute(order).detach() if known else None)
+        if not self.changes:
             return out
-        axes = note.axes
-        batch = "y" if note.heads == "x" else "x"
-        if sorted(axes) != ["e", "n", "x", "y"]:
-            return out
-        order = [axes.index(a) for a in (batch, note.heads, "n", "e")]
-        changed = self.change(note.where, out.permute(order))
+        if not known:
+            raise _untold(attention.layer, note)
+        changed = self.change(attention, out.permute(order))
         return changed.permute([order.index(i) for i in range(4)])
 
-    def _finish(self, note: Weighed) -> None:
+    def _finish(self, note: Weighed, output: Tensor | None = None) -> Attention:
         """Tell of an attention by hand, now that its axes are known (or will never be)."""
         note.done = True
         self.pending.remove(note)
         with torch.no_grad(), torch._C.DisableTorchFunction():
             weights = note.ordered()
             frame = note.where
-            attention = self._describe(frame, tuple(weights.shape), weights=weights)
-            note.where = attention
-            if self.wants(attention):
-                self.see(attention)
+            attention = self._describe(frame, tuple(weights.shape), weights=weights, output=output)
+            self.see(attention)
+        return attention
 
     def _left(self, frame: Frame) -> None:
         """A module ends: what was not told by then is told by the best that is known."""
         for note in list(self.pending):
             if note.where is frame:
-                if self.changes and note.weights.dim() > 2:
-                    raise bad_value(frame.name, expected="attention whose heads can be told from the batch",
-                                    received=f"weights of shape {tuple(note.weights.shape)}")  # fmt: skip
+                if self.changes:
+                    raise _untold(frame.name, note)
                 self._finish(note)
+
+
+def _untold(layer: str, note: Weighed) -> ValueError:
+    return bad_value(layer, expected="attention by hand whose heads can be told from the batch",
+                     received=f"weights of shape {tuple(note.weights.shape)}")  # fmt: skip
 
 
 class _Mode(TorchFunctionMode):

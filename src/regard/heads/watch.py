@@ -17,8 +17,11 @@ from regard.errors import bad_type, bad_value
 from regard.heads.attention import Attention, evened
 from regard.heads.record import Layer, Piece, Record, Text, measured
 from regard.heads.senses import Senses
+from regard.kernels import Call
+from regard.masks import Keep
 from regard.measures import MeasureLike, as_measures
 from regard.measures.survey import DEFAULT
+from regard.positions import DenseBias
 
 __all__ = ["watch"]
 
@@ -33,7 +36,7 @@ class watch(Senses):
         layers: names of the layers to watch, or a function of the name; all by default. "encoder.layer.1" stands for
             all that is below it.
         keep: "qk" keeps queries and keys, so that `seen[layer].weights(...)` gives any part of the weights later,
-            exactly; "qkv" also what `ablate(..., mode="patch")` needs. O(N) memory.
+            exactly; "qkv" also what comes of them, `seen[layer].output`, which `ablate` can put in. O(N) memory.
 
     Gives a `Record`. Outputs, gradients and random numbers are those of the model unwatched; everything is put back
     when the block ends, whatever happened in it. A watch that saw nothing raises, and says why.
@@ -63,6 +66,7 @@ class watch(Senses):
         plain = [one for one in self.measures if not (one.needs_out_weight or one.needs_all_heads)]
         self.baselines = [one for one in plain if "map" not in one.gives.values() and "links" not in one.gives]
         self.known: dict[Any, Any] = {}
+        self.needs_output = keep == "qkv"
         self.keep, self.layers = keep, layers
         self.chosen = _chooser(layers)
         self.record = Record()
@@ -181,9 +185,11 @@ class watch(Senses):
         return goes_on
 
     def _remember(self, text: Text, piece: Piece, attention: Attention, goes_on: bool) -> None:
-        """What the next piece is compared with; and q, k and v, if they are to be kept."""
+        """What the next piece is compared with; and q, k and the output, if they are to be kept."""
         call, (_, _, n, m) = attention.call, attention.shape
         keeps = self.keep is not None or any("map" in one.gives.values() for one in self.measures)
+        if self.keep == "qkv":
+            piece.output = attention.output
         if call is None:
             piece.weights = attention.weights if keeps else None
             return
@@ -197,11 +203,9 @@ class watch(Senses):
             return
         if attention.kind == "self" and goes_on:
             text.keys.append(call.k[:, :, m - n :].clone())
-            text.values += [call.v[:, :, m - n :].clone()] if self.keep == "qkv" else []
         elif not goes_on:
             own = m > n  # a part of a cache, which will be written to
             text.keys = [call.k.clone() if own else call.k]
-            text.values = [call.v.clone() if own else call.v] if self.keep == "qkv" else []
         nothing = call.k[:, :, :0]
         piece.call = replace(call, k=nothing, v=nothing, dropout=None)
 
@@ -209,7 +213,8 @@ class watch(Senses):
         frames = self.frames
         modules = list(frames.names)
         if self.refused:
-            why = f"none of the layers that ran is among layers={self.layers!r}; there are {', '.join(sorted(self.refused)[:9])}"
+            ran = ", ".join(sorted(self.refused)[:9])
+            why = f"none of the layers that ran is among layers={self.layers!r}; there are {ran}"
         elif frames.elsewhere:
             why = "the model ran in another thread, and a watch sees the thread that began it"
         elif not frames.forwards and any(isinstance(m, torch.jit.ScriptModule) for m in modules):
@@ -285,11 +290,9 @@ def _trimmed(attention: Attention) -> Attention:
     return replace(attention, call=_first_keys(call, last))
 
 
-def _first_keys(call: Any, count: int) -> Any:
+def _first_keys(call: Call, count: int) -> Call:
     """The same call with its first keys alone; the last query stands at the last of them."""
-    from regard.masks import Keep
-    from regard.positions import DenseBias
-
+    assert call.mask is not None
     visible = call.mask.block(call.whole())
     biases = tuple(
         DenseBias(b.weight[..., :count] if b.weight.shape[3] > 1 else b.weight) if isinstance(b, DenseBias) else b

@@ -1,0 +1,160 @@
+"""Run a model without some of its heads, or with the outputs of another run in their place.
+
+Letters: B batch, H query heads, N queries, E head width of v.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import bad_type, bad_value, shape_of
+from regard.heads.attention import Attention
+from regard.heads.record import Record
+from regard.heads.senses import Senses
+
+__all__ = ["Changes", "ablate"]
+
+
+class Changes(Senses):
+    """Base of those who change what heads give. Layers are named as `watch` names them, or numbered in call order."""
+
+    changes = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.order: list[str] = []  # layers, in the order in which they were first called
+        self.calls: dict[str, int] = {}
+        self.at = -1
+
+    def see(self, attention: Attention) -> None:
+        """Give the attention the name that `watch` would: the k-th call of a module in one forward is `name#k`."""
+        if self.at != attention.forward:
+            self.at, self.calls = attention.forward, {}
+        number = self.calls.get(attention.layer, 0)
+        self.calls[attention.layer] = number + 1
+        attention.layer = f"{attention.layer}#{number}" if number else attention.layer
+        if attention.layer not in self.order:
+            self.order.append(attention.layer)
+
+
+class ablate(Changes):
+    """Within a `with` block, some heads of a model give something else. Nothing of the model is changed for longer.
+
+    Args:
+        model: any model that `watch` can see.
+        heads: for each layer, by name or by number in call order, the heads to change.
+        mode: "zero": they give 0. "mean": they give their mean over all queries and texts, of `source` if there is one,
+            else of the same call. "patch": they give what they gave in `source`, query by query.
+        source: a record of another run, watched with keep="qkv".
+
+    Gradients flow through what is left. The weights that `nn.MultiheadAttention` returns are those of the model.
+
+    >>> import regard
+    >>> layer = regard.MultiHeadAttention(16, num_heads=2, out_bias=False)
+    >>> x = torch.randn(1, 5, 16)
+    >>> with ablate(layer, {0: [0, 1]}):
+    ...     layer(x).abs().max()
+    tensor(0., grad_fn=<MaxBackward1>)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        heads: Mapping[str | int, Iterable[int]],
+        mode: Literal["zero", "mean", "patch"] = "zero",
+        source: Record | None = None,
+    ) -> None:
+        super().__init__(model)
+        if not isinstance(heads, Mapping):
+            raise bad_type("heads", expected="a mapping from layers to heads", received=type(heads).__name__,
+                           remedy='ablate(model, {"layer name": [0, 3]})')  # fmt: skip
+        if mode not in ("zero", "mean", "patch"):
+            raise bad_value("mode", expected='"zero", "mean" or "patch"', received=repr(mode))
+        if mode == "patch" and source is None:
+            raise bad_value("source", expected='a record of another run for mode="patch"', received="none",
+                            remedy='watch(model, keep="qkv")')  # fmt: skip
+        self.heads = {layer: numbers(layer, which) for layer, which in heads.items()}
+        self.mode, self.source = mode, source
+        self.met: set[str | int] = set()
+        self.places: dict[str, int] = {}  # how far a patched text has come, layer by layer
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, trace)
+        missed = [layer for layer in self.heads if layer not in self.met]
+        if error is None and missed:
+            ran = ", ".join(self.order) or "none ran in the block"
+            raise bad_value("heads", expected=f"layers of the model: {ran}", received=", ".join(map(repr, missed)))
+
+    def change(self, attention: Attention, output: Tensor) -> Tensor:
+        which = self._chosen(attention)
+        if not which:
+            return output
+        refuse_checkpoints(attention.layer)
+        count = output.shape[1]
+        if max(which) >= count:
+            raise bad_value(f"heads of {attention.layer}", expected=f"numbers below {count}", received=which)
+        if self.mode == "patch":
+            return _put(output, which, self._patch(attention, output))
+        if self.mode == "zero":
+            return _put(output, which, torch.zeros_like(output))
+        given = output if self.source is None else self.source[attention.layer].output.to(output)
+        return _put(output, which, given.mean((0, 2), keepdim=True).expand_as(output))
+
+    def _chosen(self, attention: Attention) -> list[int]:
+        found: list[int] = []
+        for key in (attention.layer, f"{attention.layer}#0", self.order.index(attention.layer)):
+            if key in self.heads:
+                self.met.add(key)
+                found += self.heads[key]
+        return sorted(set(found))
+
+    def _patch(self, attention: Attention, output: Tensor) -> Tensor:
+        """What the source has for these queries: those of its first text, one piece after another."""
+        assert self.source is not None
+        theirs = self.source[attention.layer].output
+        n = output.shape[2]
+        fresh = attention.kind == "self" and attention.shape[2] == attention.shape[3]
+        at = 0 if fresh else self.places.get(attention.layer, 0)
+        self.places[attention.layer] = at + n
+        part = theirs[:, :, at : at + n]
+        if part.shape != output.shape:
+            raise bad_value(f"source of {attention.layer}", expected=f"outputs {shape_of(output)}",
+                            received=f"{shape_of(theirs)}, of which queries {at} to {at + n} are wanted")  # fmt: skip
+        return part.to(output)
+
+
+def numbers(layer: object, which: object) -> list[int]:
+    """Heads as a list of numbers, 0 and up."""
+    if isinstance(which, int) and not isinstance(which, bool):
+        which = [which]
+    if isinstance(which, (str, bytes)) or not isinstance(which, Iterable):
+        raise bad_type(f"heads of {layer!r}", expected="numbers of heads", received=repr(which))
+    found = list(which)
+    if not all(isinstance(head, int) and not isinstance(head, bool) and head >= 0 for head in found):
+        raise bad_value(f"heads of {layer!r}", expected="numbers of heads, from 0", received=found)
+    return found
+
+
+def refuse_checkpoints(layer: str) -> None:
+    """Recomputed in the backward pass, where no sense is awake, a layer would forget the change: wrong gradients."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+            raise bad_value(layer, expected="no checkpointing where heads are changed", received="a checkpointed layer",
+                            remedy="turn it off: model.gradient_checkpointing_disable()")  # fmt: skip
+        frame = frame.f_back
+
+
+def _put(output: Tensor, heads: list[int], other: Tensor) -> Tensor:
+    """The output with other numbers for some heads, (B, H, N, E)."""
+    chosen = torch.zeros(output.shape[1], dtype=torch.bool, device=output.device)
+    chosen[heads] = True
+    return torch.where(chosen[None, :, None, None], other, output)

@@ -1,0 +1,111 @@
+"""Watch a model over many texts; and the classes of tokens that a tokenizer knows."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import bad_type
+from regard.heads.progress import track
+from regard.heads.record import Record
+from regard.heads.watch import watch
+from regard.measures import MeasureLike
+
+__all__ = ["is_punctuation", "run", "token_kinds", "watch_all"]
+
+
+def watch_all(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    measures: MeasureLike | Iterable[MeasureLike] | None = None,
+    layers: str | Iterable[str] | Callable[[str], bool] | None = None,
+    progress: bool = True,
+) -> Record:
+    """Run a model over a corpus, in evaluation and without gradient, and give one record of means per head.
+
+    Args:
+        model: any model that `watch` can see.
+        batches: what to run it on, one after another: a text (regard's models), a tensor, a tuple of arguments, or a
+            mapping of named ones (such as a tokenizer of transformers gives).
+        measures, layers: as for `watch`.
+        progress: a bar on a terminal.
+
+    >>> import regard
+    >>> layer = regard.MultiHeadAttention(16, num_heads=2)
+    >>> seen = watch_all(layer, [torch.randn(1, 5, 16), torch.randn(3, 7, 16)], progress=False)
+    >>> seen[0].entropy.shape, seen[0].count  # 5 + 3 * 7 queries
+    (torch.Size([2]), tensor([26, 26]))
+    """
+    training = model.training
+    model.eval()
+    try:
+        with watch(model, measures=measures, layers=layers) as seen, torch.no_grad():
+            for batch in track(batches, "watching", progress):
+                run(model, batch)
+    finally:
+        model.train(training)
+    return seen
+
+
+def run(model: nn.Module, batch: Any) -> Any:
+    """Call a model on a text, a tensor, a tuple of arguments or a mapping of named ones."""
+    if isinstance(batch, str):
+        encode = getattr(model, "encode", None)
+        if encode is None:
+            raise bad_type("batch", expected="tensors, for this model has no tokenizer", received="a text",
+                           remedy="what its tokenizer gives, as a mapping: tokenizer(text, return_tensors='pt')"
+                           )  # fmt: skip
+        return model(encode(batch))
+    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
+        return model(**batch)
+    if isinstance(batch, Tensor):
+        return model(batch)
+    if isinstance(batch, (tuple, list)):
+        return model(*batch)
+    raise bad_type("batch", expected="a text, a tensor, a tuple or a mapping", received=type(batch).__name__)
+
+
+def is_punctuation(token: str) -> bool:
+    """Whether a token is nothing but punctuation, whatever marks of words its tokenizer puts around it.
+
+    >>> [is_punctuation(t) for t in (",", "##.", "Ġ!", "a.", "[SEP]", "▁")]
+    [True, True, True, False, False, False]
+    """
+    for mark in ("##", "Ġ", "▁", "</w>"):
+        token = token.replace(mark, "")
+    return bool(token) and all(unicodedata.category(c)[0] in "PS" for c in token.strip()) and bool(token.strip())
+
+
+def token_kinds(tokenizer: Any) -> dict[str, list[int]]:
+    """Classes of token ids for `measures.Tokens`: "special", "separator" and "punctuation", where a tokenizer has them.
+
+    `tokenizer` is one of transformers or of tokenizers, or a regard model that has one.
+    """
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer) if isinstance(tokenizer, nn.Module) else tokenizer
+    if not hasattr(tokenizer, "get_vocab"):
+        raise bad_type("tokenizer", expected="a tokenizer of transformers or tokenizers, or a model that has one",
+                       received=type(tokenizer).__name__)  # fmt: skip
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    special = {token for token in vocabulary if _is_special(token)} | set(getattr(tokenizer, "all_special_tokens", ()))
+    kinds = {
+        "special": [vocabulary[t] for t in sorted(special) if t in vocabulary],
+        "separator": [vocabulary[t] for t in SEPARATORS if t in vocabulary],
+        "punctuation": sorted(number for token, number in vocabulary.items() if is_punctuation(token)),
+    }
+    return {name: ids for name, ids in kinds.items() if ids}
+
+
+SEPARATORS = ("[SEP]", "</s>", "<sep>", "<|im_end|>", "<|endoftext|>", "<eos>")
+
+
+def _is_special(token: str) -> bool:
+    pairs = (("[", "]"), ("<|", "|>"), ("<", ">"))
+    return len(token) > 2 and any(
+        token.startswith(a) and token.endswith(b) and token[len(a) : -len(b)].replace("_", "").isalnum()
+        for a, b in pairs
+    )

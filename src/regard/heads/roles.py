@@ -1,0 +1,177 @@
+"""The role of each head, or none: with its score, its evidence, and the baseline that a head without a mind would have.
+
+The baseline is measured, not assumed: the same score of equal weights on all keys that may be seen, on the same text.
+Thresholds are in one table, with their source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.errors import bad_type, bad_value
+from regard.heads.corpus import SEPARATORS, is_punctuation
+from regard.heads.table import Table, scalars
+from regard.measures import Offsets
+
+if TYPE_CHECKING:
+    from regard.heads.record import Layer, Record
+
+__all__ = ["ROLES", "Role", "Roles", "roles"]
+
+
+class Rule(NamedTuple):
+    """A role: its score, the least that it takes, and where that is from."""
+
+    name: str
+    least: float
+    over_baseline: float  # how many times the baseline's score it takes
+    source: str
+
+
+# The first that fits is a head's role: what says most comes first. Scores are means over queries.
+ROLES = (
+    Rule("induction", 0.4, 3.0, "mass on the token after earlier copies (Olsson et al. 2022); threshold ours"),
+    Rule("duplicate", 0.4, 3.0, "mass on earlier copies (Wang et al. 2022); threshold ours"),
+    Rule("previous", 0.5, 1.5, "over half of the mass on the token before (Clark et al. 2019)"),
+    Rule("next", 0.5, 1.5, "over half of the mass on the token after (Clark et al. 2019)"),
+    Rule("itself", 0.5, 1.5, "over half of the mass on the token itself; threshold as for previous"),
+    Rule("separator", 0.6, 1.5, "over 0.6 of the mass on separators (Clark et al. 2019)"),
+    Rule("punctuation", 0.6, 1.5, "over 0.6 of the mass on punctuation (Clark et al. 2019)"),
+    Rule("first", 0.3, 1.5, "over 0.3 of the mass on the first token: a sink (Gu et al. 2024)"),
+    Rule("local", 0.6, 1.5, "over 0.6 of the mass within three tokens; threshold ours"),
+    Rule("long-range", 0.0, 1.2, "farther away on average than equal weights are; factor ours"),
+    Rule("broad", 0.0, 0.78, "entropy over 3.8 of ln 128 nats, 0.78 of what equal weights have (Clark et al. 2019)"),
+)
+NEAR = 3  # tokens to each side that are local
+
+
+@dataclass
+class Role:
+    """A head's role: `score` against `least` and the `baseline`; `evidence` holds every score of the head, and `also`
+    the other roles that would fit."""
+
+    layer: str
+    head: int
+    role: str | None
+    score: float | None = None
+    baseline: float | None = None
+    least: float | None = None
+    also: list[str] = field(default_factory=list)
+    evidence: dict[str, float] = field(default_factory=dict)
+
+
+class Roles(list[Role]):
+    """One for each head of each layer; `print` shows those that have a role."""
+
+    def of(self, role: str) -> list[Role]:
+        """The heads that have a role, the highest score first."""
+        return sorted((one for one in self if one.role == role), key=lambda one: -(one.score or 0.0))
+
+    def __getitem__(self, which: Any) -> Any:
+        if isinstance(which, tuple):
+            layer, head = which
+            for one in self:
+                if one.layer == layer and one.head == head:
+                    return one
+            raise KeyError(f"no head {head} in layer {layer!r}")
+        return super().__getitem__(which)
+
+    def table(self) -> Table:
+        """A row for each head that has a role."""
+        return Table(
+            {"layer": r.layer, "head": r.head, "role": r.role, "score": r.score, "baseline": r.baseline,
+             "least": r.least, "also": ", ".join(r.also)}
+            for r in self if r.role is not None
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        without = sum(one.role is None for one in self)
+        return f"{self.table()}\n{len(self) - without} of {len(self)} heads have a role"
+
+
+def roles(record: Record, tokens: Sequence[str] | Sequence[Sequence[str]] | None = None) -> Roles:
+    """Name the role of each head of self attention.
+
+    Args:
+        record: what `watch` saw, with the default measures (or entropy, distance, offsets, on_first and received).
+        tokens: the text's tokens, in words, or a list of them for each item of the batch: by them separators and
+            punctuation are known. Over many texts measure `measures.Tokens(heads.token_kinds(tokenizer))` instead.
+
+    Induction and duplicate need a text that repeats itself, such as `heads.probes` make.
+    """
+    found = Roles()
+    for layer in record:
+        if layer.kind != "self":
+            continue
+        scores = _scores(layer, tokens)
+        for head in range(layer.heads):
+            found.append(_role(layer.name, head, {name: (a[head].item(), b) for name, (a, b) in scores.items()}))
+    return found
+
+
+def _role(layer: str, head: int, scores: dict[str, tuple[float, float]]) -> Role:
+    fitting = [
+        rule
+        for rule in ROLES
+        if rule.name in scores
+        and scores[rule.name][0] > rule.least
+        and scores[rule.name][0] >= rule.over_baseline * scores[rule.name][1]
+        and (scores[rule.name][1] > 0 or rule.least > 0)
+    ]
+    evidence = {name: score for name, (score, _) in scores.items()}
+    if not fitting:
+        return Role(layer, head, None, evidence=evidence)
+    rule = fitting[0]
+    score, baseline = scores[rule.name]
+    least = max(rule.least, rule.over_baseline * baseline)
+    return Role(layer, head, rule.name, score, baseline, least, [other.name for other in fitting[1:]], evidence)
+
+
+def _scores(layer: Layer, tokens: Any) -> dict[str, tuple[Tensor, float]]:
+    """For each role: the score of each head (H,), and that of equal weights."""
+    uniform = layer.uniform
+    if uniform is None:
+        raise bad_value("roles", expected="a record with its baseline", received=f"none in {layer.name}")
+    ours, theirs = scalars(layer), scalars(uniform)
+    renamed = {"on_first": "first", "distance": "long-range", "entropy": "broad"}
+    scores = {renamed.get(name, name): (ours[name], theirs[name][0].item()) for name in ours if name in theirs}
+    offsets = next((one for one in layer.measures if isinstance(one, Offsets)), None)
+    if offsets is not None and min(offsets.before, offsets.after) >= NEAR:
+        near = slice(offsets.before - NEAR, offsets.before + NEAR + 1)
+        profile, even = layer.per_head("offsets"), uniform.per_head("offsets")
+        scores["local"] = profile[:, near].sum(1), even[0, near].sum().item()
+    if tokens is not None:
+        for name, columns in _columns(layer, tokens).items():
+            scores[name] = _on(layer, columns), _on(uniform, columns)[0].item()
+    return {name: score for name, score in scores.items() if any(rule.name == name for rule in ROLES)}
+
+
+def _columns(layer: Layer, tokens: Any) -> dict[str, Tensor]:
+    """Which keys (1|B, M) are separators, which are punctuation."""
+    if layer.texts > 1:
+        raise bad_value("tokens", expected="one text, for they are its own", received=f"{layer.texts} texts",
+                        remedy="measures.Tokens(heads.token_kinds(tokenizer)) when watching")  # fmt: skip
+    assert layer.text is not None
+    rows = [tokens] if tokens and isinstance(tokens[0], str) else list(tokens)
+    if not all(isinstance(row, (list, tuple)) and all(isinstance(t, str) for t in row) for row in rows):
+        raise bad_type("tokens", expected="a list of words, or a list of lists of them", received=f"{tokens!r:.60}")
+    longest = layer.text.total
+    if len(rows) not in (1, layer.text.shape[0]) or any(len(row) > longest for row in rows):
+        raise bad_value("tokens", expected=f"{longest} for each of {layer.text.shape[0]} texts",
+                        received=f"{[len(row) for row in rows]}")  # fmt: skip
+    padded = [[*row, *[""] * (longest - len(row))] for row in rows]
+    return {
+        "separator": torch.tensor([[t in SEPARATORS for t in row] for row in padded]),
+        "punctuation": torch.tensor([[is_punctuation(t) for t in row] for row in padded]),
+    }
+
+
+def _on(layer: Layer, columns: Tensor) -> Tensor:
+    """The mean mass (H,) on some keys, from what each key received."""
+    received = layer.last()["received"]  # (B, H, M)
+    return (received * columns[:, None]).sum((0, 2)) / layer.last_seen().sum((0, 2)).clamp(min=1)

@@ -29,18 +29,9 @@ LABEL, GAP = 12, 2  # columns: a word is cut to LABEL; GAP stands between
 
 def weights_of(model: nn.Module, ids: Tensor) -> Tensor:
     """(L, H, N, N): what every head of every layer attends to, for one text."""
-    seen = []
-
-    def look(layer: nn.Module, args: tuple[Tensor, ...], options: dict) -> None:
-        _, weights = layer.forward(*args, **options, need_weights=True)
-        seen.append(weights[0])
-
-    hooks = [block.attention.register_forward_pre_hook(look, with_kwargs=True) for block in model.blocks]
-    with torch.no_grad():
+    with regard.watch(model, measures=[], keep="qk") as seen, torch.no_grad():
         model(ids)
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(seen)
+    return torch.stack([layer.weights(batch=0) for layer in seen])
 
 
 def clearest(weights: Tensor) -> dict[str, tuple[int, int, float]]:

@@ -4,6 +4,9 @@ regard models                      what is installed
 regard describe smollm2            the walk of a text through one layer, with real shapes
 regard embed "a cat" "a kitten"    sentence embeddings, and how alike they are
 regard generate "Once upon a"      text, as it is written
+regard heads "The cat that I saw"  what each head does: its role, with score and baseline
+regard ablate "The cat that I saw" which heads matter to a text; or what happens without some of them
+regard prune small.safetensors     a smaller model, without the heads that matter least
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ from typing import Annotated, Any
 
 import torch
 
-from regard import models
+from regard import heads as lens
+from regard import measures, models
 from regard.errors import missing_extra
+from regard.layer import MultiHeadAttention
 
 try:
     import typer
@@ -137,6 +142,146 @@ def generate(
                                 stop=stop or (), cache=cache):  # fmt: skip
         print(piece, end="", flush=True)
     print()
+
+
+@app.command()
+def heads(
+    text: Annotated[str, typer.Argument(help="A text, a file with one, or - for standard input.")] = "",
+    model: Model = "minilm",
+    treebank: Annotated[
+        Path | None, typer.Option(help="A CoNLL-U file: which heads follow which dependency relations.")
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Look at random tokens, repeated: induction heads stand out.")
+    ] = False,
+    all_measures: Annotated[bool, typer.Option("--all", help="Every measure of every head.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the record to a safetensors file.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many sentences of the treebank.")] = None,
+    dtype: Dtype = None,
+    check: Check = True,
+) -> None:
+    """What each head does: its role, with score and baseline; and what it follows in a treebank."""
+    if not (text or treebank or probe):
+        raise ValueError("text: expected a text, a file, --probe or --treebank, received none of them")
+    loaded = _load(model, dtype, check)
+    found: dict[str, Any] = {}
+    if text or probe:
+        seen = lens.probes.induction(loaded) if probe else _watched(loaded, _text(text))
+        if save is not None:
+            seen.save(save)
+            _aside.print(f"written to {save}", markup=False)
+        found["heads"] = seen.table() if all_measures else seen.roles()
+    if treebank is not None:
+        found["syntax"] = lens.syntax(loaded, treebank, limit=limit)
+    if as_json:
+        print(
+            json.dumps({name: list(x if all_measures and name == "heads" else x.table()) for name, x in found.items()})
+        )
+        return
+    for part in found.values():
+        _out.print(str(part), markup=False, soft_wrap=True)
+
+
+@app.command()
+def ablate(
+    text: Annotated[str, typer.Argument(help="A text, a file with one, or - for standard input.")],
+    head: Annotated[list[str] | None, typer.Argument(help="Heads to leave out, as layer.head: 3.5 7.0")] = None,
+    model: Model = "smollm2",
+    mode: Annotated[str, typer.Option(help="zero, or mean.")] = "zero",
+    quick: Annotated[bool, typer.Option("--quick", help="By gradients, in one pass (decoders).")] = False,
+    top: Annotated[int, typer.Option(min=1, help="How many heads to show.")] = 12,
+    dtype: Dtype = None,
+    check: Check = True,
+) -> None:
+    """Which heads matter to a text, one left out after another; or what happens without some of them."""
+    loaded, lines = _load(model, dtype, check), [_text(text)]
+    decoder = isinstance(loaded, models.Decoder)
+    what = "nats per token" if decoder else "1 - cosine with the intact embedding"
+    if not head:
+        found = lens.effects(loaded, lines, quick=quick)
+        _out.print(
+            f"How much more {what}, without each head:" if not quick else "Sensitivity of the loss to each head:"
+        )
+        _out.print(str(lens.Table(found.table()[:top])), markup=False)
+        return
+    chosen = _heads_of(head)
+    whole, without = lens.effect(loaded, lines, chosen, mode)
+    _out.print(f"{what}: {whole:.4f} with all heads, {without:.4f} without {', '.join(head)}")
+    if decoder:
+        for said, changes in (("with all heads", {}), ("without", chosen)):
+            with lens.ablate(loaded, changes, mode=mode):  # type: ignore[arg-type]
+                _out.print(f"{said}: {lines[0]}|{loaded.generate(lines[0], 24)}", markup=False)
+
+
+@app.command()
+def prune(
+    out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
+    head: Annotated[list[str] | None, typer.Argument(help="Heads to remove, as layer.head: 3.5 7.0")] = None,
+    model: Model = "minilm",
+    count: Annotated[int | None, typer.Option(min=1, help="Remove so many, those that matter least to --text.")] = None,
+    text: Annotated[list[str] | None, typer.Option(help="A text or a file by which to judge; may be repeated.")] = None,
+    dtype: Dtype = None,
+    check: Check = True,
+) -> None:
+    """A smaller model, without some heads: written to a file that `heads.load_pruned` reads."""
+    if (head is None) == (count is None):
+        raise ValueError(
+            "heads: expected either heads as layer.head or --count, received " + ("both" if head else "none")
+        )
+    loaded = _load(model, dtype, check)
+    lines = [_text(one) for one in text or ["The quick brown fox jumps over the lazy dog, and nobody knows why."]]
+    names = [name for name, module in loaded.named_modules() if isinstance(module, MultiHeadAttention)]
+    if count is not None:
+        chosen = lens.effects(loaded, lines, quick=True).least(count)
+    else:
+        chosen = {names[layer]: several for layer, several in _heads_of(head or [], len(names)).items()}
+    loss, before = lens.loss_of(loaded, lines), sum(p.numel() for p in loaded.parameters())
+    with torch.no_grad():
+        whole = sum(loss(loaded, i).item() for i in range(len(lines))) / len(lines)
+        lens.prune(loaded, chosen)
+        without = sum(loss(loaded, i).item() for i in range(len(lines))) / len(lines)
+    lens.save_pruned(loaded, chosen, out)
+    after, what = sum(p.numel() for p in loaded.parameters()), "nats per token"
+    what = what if isinstance(loaded, models.Decoder) else "1 - cosine with the intact embedding"
+    for layer, several in chosen.items():
+        _out.print(f"{layer}: without heads {', '.join(map(str, several))}", markup=False)
+    _out.print(f"{before:,} parameters, now {after:,}; {what}: {whole:.4f}, now {without:.4f}")
+    _out.print(f"written to {out}", markup=False)
+
+
+def _text(given: str) -> str:
+    """A text as it is, from standard input for -, or what a file of that name holds."""
+    if given == "-":
+        return sys.stdin.read()
+    try:
+        path = Path(given)
+        return path.read_text(encoding="utf-8") if len(given) < 4096 and path.is_file() else given
+    except (OSError, ValueError):  # no name of a file: too long for one, or with a character that none has
+        return given
+
+
+def _watched(model: Any, text: str) -> Any:
+    """A record of a text, in pieces where it is longer than the model reads at once."""
+    ids = model.encode(text)
+    size = min(model.config.context or 1024, 1024)
+    pieces = ids.split(size, dim=1)
+    kinds = {name: ids for name, ids in lens.token_kinds(model).items() if name != "special"}
+    wanted = [*measures.DEFAULT, "induction", "duplicate", *([measures.Tokens(kinds)] if kinds else [])]
+    return lens.watch_all(model, pieces, measures=wanted)
+
+
+def _heads_of(said: list[str], layers: int | None = None) -> dict[int, list[int]]:
+    """3.5 7.0 as {3: [5], 7: [0]}"""
+    chosen: dict[int, list[int]] = {}
+    for one in said:
+        layer, dot, head = one.partition(".")
+        if not (dot and layer.isdigit() and head.isdigit()):
+            raise ValueError(f"head: expected layer.head such as 3.5, received {one!r}")
+        if layers is not None and int(layer) >= layers:
+            raise ValueError(f"head: expected a layer below {layers}, received {one!r}")
+        chosen.setdefault(int(layer), []).append(int(head))
+    return chosen
 
 
 def _load(name: str, dtype: str | None, check: bool) -> Any:

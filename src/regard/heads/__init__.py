@@ -4,6 +4,7 @@ from regard.heads import probes
 from regard.heads.ablate import ablate
 from regard.heads.attribution import Attribution, attribution
 from regard.heads.corpus import token_kinds, watch_all
+from regard.heads.effect import effect, effects, load_pruned, loss_of, save_pruned
 from regard.heads.importance import Importance, importance, leave_one_out
 from regard.heads.prune import prune
 from regard.heads.record import Layer, Record
@@ -24,10 +25,15 @@ __all__ = [
     "Table",
     "ablate",
     "attribution",
+    "effect",
+    "effects",
     "importance",
     "leave_one_out",
+    "load_pruned",
+    "loss_of",
     "probes",
     "prune",
+    "save_pruned",
     "syntax",
     "token_kinds",
     "watch",

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Which = Literal["query", "kv"]
 
 
-def prune(model: Model, heads: Iterable[int] | Mapping[str | int, Iterable[int]]) -> Model:
+def prune(model: Model, heads: Iterable[int] | Mapping[Any, Iterable[int]]) -> Model:
     """Remove attention heads for good, in place; the model is returned.
 
     It then computes what it would with the outputs of those heads set to zero before the output projection, with fewer

@@ -23,7 +23,7 @@ class Table(list[dict[str, Any]]):
     def to_pandas(self) -> Any:
         """The same as a `pandas.DataFrame`, where pandas is installed."""
         try:
-            import pandas
+            import pandas  # type: ignore[import-not-found]
         except ImportError:
             raise missing_extra("pandas", "tables") from None
         return pandas.DataFrame(list(self))

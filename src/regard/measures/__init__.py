@@ -38,10 +38,11 @@ from regard.measures.shape import (
     Received,
 )
 from regard.measures.strip import Measure, PerKey, PerQuery, Plane, Strip
-from regard.measures.survey import MeasureLike, Measurements, Survey, as_measures
+from regard.measures.survey import DEFAULT, MeasureLike, Measurements, Survey, as_measures
 from regard.measures.tokens import Duplicate, Induction, Tokens
 
 __all__ = [
+    "DEFAULT",
     "Contribution",
     "Crop",
     "Distance",

@@ -228,18 +228,20 @@ def look(
     key_ids: Tensor | None = None,
     out_weight: Tensor | None = None,
     numbers: Tensor | None = None,
+    q_numbers: Tensor | None = None,
     text_ids: Tensor | None = None,
     output: bool = False,
     kernel: str = "auto",
 ) -> Measurements:
     """The same for a prepared call. `ids` (1|B, N) are the queries' own where they are not those of the last keys; the
-    `numbers` (M,) of the keys in a longer text, `text_ids` (1|B, L), take the place of positions."""
+    `numbers` (M,) of the keys in a longer text, `text_ids` (1|B, L), and `q_numbers` (1|B, N) stand for positions."""
     batch, heads, n, m = call.shape
     tile = call.whole()
     q_positions, k_positions = tile.q_positions, tile.k_positions
     if numbers is not None:
         k_positions = numbers[None]
-        q_positions = k_positions[:, m - n :]
+    if q_numbers is not None:
+        q_positions = q_numbers
     plane = Plane(batch, heads, n, m, q_positions, k_positions, call.dtype, values, out_weight, ids, key_ids, numbers,
                   text_ids)  # fmt: skip
     if kernel == "auto":

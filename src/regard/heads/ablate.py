@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value, shape_of
 from regard.heads.attention import Attention
+from regard.heads.places import Places, trimmed
 from regard.heads.record import Record
 from regard.heads.senses import Senses
 
@@ -29,18 +30,26 @@ class Changes(Senses):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.order: list[str] = []  # layers, in the order in which they were first called
-        self.calls: dict[str, int] = {}
-        self.at = -1
+        self.places = Places(strict=False)
+        self.goes_on = False  # whether the attention that was seen last goes on with its layer's text
+        self.inside = False
+
+    def __enter__(self) -> Any:
+        if self.inside:
+            raise bad_value(type(self).__name__, expected="one block", received="the same one entered twice",
+                            remedy="a new one for each block")  # fmt: skip
+        self.inside = True
+        return super().__enter__()
 
     def see(self, attention: Attention) -> None:
-        """Give the attention the name that `watch` would: the k-th call of a module in one forward is `name#k`."""
-        if self.at != attention.forward:
-            self.at, self.calls = attention.forward, {}
-        number = self.calls.get(attention.layer, 0)
-        self.calls[attention.layer] = number + 1
-        attention.layer = f"{attention.layer}#{number}" if number else attention.layer
+        """Give the attention the name that `watch` would."""
+        attention.layer, self.goes_on, _, _ = self.places.place(trimmed(attention))
         if attention.layer not in self.order:
             self.order.append(attention.layer)
+
+    def _failed(self) -> None:
+        super()._failed()
+        self.places.failed(self.frames.forwards)
 
 
 class ablate(Changes):
@@ -79,10 +88,18 @@ class ablate(Changes):
         if mode == "patch" and source is None:
             raise bad_value("source", expected='a record of another run for mode="patch"', received="none",
                             remedy='watch(model, keep="qkv")')  # fmt: skip
+        if source is not None and not isinstance(source, Record):
+            raise bad_type("source", expected="a record that `watch` gave", received=type(source).__name__)
+        if source is not None and mode == "zero":
+            raise bad_value("source", expected='none for mode="zero"', received="a record",
+                            remedy='mode="mean" or mode="patch"')  # fmt: skip
+        if not all(isinstance(layer, (str, int)) and not isinstance(layer, bool) for layer in heads):
+            raise bad_type("heads", expected="layers by name or by number", received=repr(list(heads)))
         self.heads = {layer: numbers(layer, which) for layer, which in heads.items()}
         self.mode, self.source = mode, source
+        self.places.strict = mode == "patch"
         self.met: set[str | int] = set()
-        self.places: dict[str, int] = {}  # how far a patched text has come, layer by layer
+        self.come: dict[str, int] = {}  # how far a patched text has come, layer by layer
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -105,7 +122,7 @@ class ablate(Changes):
             return _put(output, which, self._patch(attention, output))
         if self.mode == "zero":
             return _put(output, which, torch.zeros_like(output))
-        given = output if self.source is None else self.source[attention.layer].output.to(output)
+        given = output if self.source is None else self._of_source(attention.layer, output)
         return _put(output, which, given.mean((0, 2), keepdim=True).expand_as(output))
 
     def _chosen(self, attention: Attention) -> list[int]:
@@ -117,18 +134,30 @@ class ablate(Changes):
         return sorted(set(found))
 
     def _patch(self, attention: Attention, output: Tensor) -> Tensor:
-        """What the source has for these queries: those of its first text, one piece after another."""
-        assert self.source is not None
-        theirs = self.source[attention.layer].output
+        """What the source has for these queries: those of its text, one piece after another."""
+        theirs = self._of_source(attention.layer, output)
         n = output.shape[2]
-        fresh = attention.kind == "self" and attention.shape[2] == attention.shape[3]
-        at = 0 if fresh else self.places.get(attention.layer, 0)
-        self.places[attention.layer] = at + n
+        at = self.come.get(attention.layer, 0) if self.goes_on else 0
+        self.come[attention.layer] = at + n
         part = theirs[:, :, at : at + n]
         if part.shape != output.shape:
             raise bad_value(f"source of {attention.layer}", expected=f"outputs {shape_of(output)}",
                             received=f"{shape_of(theirs)}, of which queries {at} to {at + n} are wanted")  # fmt: skip
-        return part.to(output)
+        return part
+
+    def _of_source(self, layer: str, output: Tensor) -> Tensor:
+        """The outputs of a layer in the source, (B, H, N, E) of its own B and N."""
+        assert self.source is not None
+        if layer not in self.source:
+            raise bad_value("source", expected=f"a record of {layer}", received=f"one of {self.source.layers}")
+        theirs = self.source[layer]
+        if theirs.texts > 1:
+            raise bad_value("source", expected="a record of one forward, for the outputs of the last alone are kept",
+                            received=f"one of {theirs.texts}")  # fmt: skip
+        if theirs.output.shape[1::2] != output.shape[1::2]:
+            raise bad_value(f"source of {layer}", expected=f"heads and their width as in {shape_of(output)}",
+                            received=shape_of(theirs.output))  # fmt: skip
+        return theirs.output.to(output)
 
 
 def numbers(layer: object, which: object) -> list[int]:

@@ -33,8 +33,15 @@ class Attention:
     ids: Tensor | None = None  # (1|B, N)
     out_weight: Tensor | None = None  # (W, H * E)
     output: Tensor | None = None  # (B, H, N, E), where it is known
+    values: Tensor | None = None  # (..., M, E) of attention by hand, where they are known, in its own order of axes
     cache: Any = None  # the object that holds its keys, where it is known
     numbers: Tensor | None = None  # (M,) which tokens its keys are, where it is known
+
+    def key(self, number: int) -> Tensor | None:
+        """One key (or value, of attention by hand) of all texts and heads: by it texts are known again."""
+        if self.call is not None:
+            return self.call.k[:, :, number]
+        return None if self.values is None else self.values[..., number, :]
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -7,6 +7,7 @@ forward of the root (ALBERT), its k-th call, counted from 0, is `name#k`; the fi
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 __all__ = ["Frame", "Frames"]
 
 # Arguments by which modules are handed what they attend to, if it is not their own input.
-_OTHERS = ("encoder_hidden_states", "key_value_states", "cross_attention_states", "memory", "context", "key")
+_OTHERS = ("encoder_hidden_states", "key_value_states", "cross_attention_states", "memory", "context", "key", "source",
+           "y", "kv", "keys", "x_kv", "key_value", "enc_output", "encoder_out", "encoder_output", "other")  # fmt: skip
 _NOT_TOKENS = ("mask", "position", "type", "label", "length", "cache", "index", "indices")
 
 
@@ -55,7 +57,7 @@ class Frame:
         if not known:
             return None
         others = [other for name in known if isinstance(other := self.given(name), Tensor)]
-        return any(other is not first for other in others)
+        return any(not same_input(first, other) for other in others)
 
     def token_ids(self) -> list[Tensor]:
         """Integer inputs (B, n) that may be token ids."""
@@ -63,8 +65,21 @@ class Frame:
         return [x for name, x in named.items() if _is_ids(x) and not any(word in name for word in _NOT_TOKENS)]
 
 
+def same_input(a: object, b: object) -> bool:
+    """Whether two inputs are one, or hold the same: what looks at itself may be handed itself twice."""
+    if a is b:
+        return True
+    both = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+    return both and torch.equal(a, b)  # type: ignore[arg-type]
+
+
 def _is_ids(x: object) -> bool:
     return isinstance(x, Tensor) and x.dim() == 2 and x.dtype in (torch.int64, torch.int32)
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work: what runs then has run before."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
@@ -86,6 +101,7 @@ class Frames:
     forwards: int = 0  # outermost calls so far
     elsewhere: bool = False  # whether another thread ran the model
     on_exit: Callable[[Frame], None] | None = None
+    on_failure: Callable[[], None] | None = None  # an outermost call raised
 
     def __post_init__(self) -> None:
         self.names = {module: name or type(module).__name__ for name, module in self.root.named_modules()}
@@ -111,13 +127,16 @@ class Frames:
         if threading.get_ident() != self.thread:
             self.elsewhere = True
             return
+        if in_backward():
+            return
         if not self.stack:
             self.forwards += 1
         self.stack.append(Frame(module, self.names[module], args, kwargs))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if threading.get_ident() != self.thread:
+        if threading.get_ident() != self.thread or in_backward():
             return
+        raised = output is None and sys.exc_info()[0] is not None
         # A module that raised before its hooks ran leaves its frame behind: drop everything above the one that ends.
         while self.stack:
             frame = self.stack.pop()
@@ -125,10 +144,13 @@ class Frames:
                 self.on_exit(frame)
             if frame.module is module:
                 break
+        if raised and not self.stack and self.on_failure is not None:
+            self.on_failure()
 
     def current(self, module: nn.Module | None = None) -> Frame | None:
-        """The innermost call in progress, or that of a module; None outside the root, or in another thread."""
-        if threading.get_ident() != self.thread:
+        """The innermost call in progress, or that of a module; None outside the root, in another thread, and where a
+        checkpointed layer is computed once more for the backward pass."""
+        if threading.get_ident() != self.thread or in_backward():
             return None
         for frame in reversed(self.stack):
             if module is None or frame.module is module:

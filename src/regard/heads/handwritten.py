@@ -33,6 +33,10 @@ class Softmaxed:
     axis: int
 
 
+class Projected:
+    """On the output of a linear projection."""
+
+
 @dataclass
 class Logged:
     """On the logarithm of weights."""
@@ -47,7 +51,10 @@ class Weighed:
     weights: Tensor  # (X, Y, N, M), X and Y being B and H in some order; (X, N, M); or with more axes in front
     axes: list[str]  # of the tensor that carries the note: "x", "y" (or "xy"), "n", "e"
     heads: str | None = None  # "x" or "y", once it is known
+    values: Tensor | None = None  # (..., M, E), leading axes as those of the weights
+    queries: int | None = None  # N, where the weights stand for others
     where: Any = None  # for whoever looks: in which call of which module
+    about: Any = None  # and whatever else it wants to know when the heads are known
     done: bool = False
     sizes: list[tuple[int, int]] = field(default_factory=list)  # of the inputs of the calls in progress
 
@@ -59,11 +66,11 @@ class Weighed:
         if w.dim() == 2:
             return w[None, None]
         if w.dim() == 3:
-            batch = batch_of(w.shape[1], self.sizes)
+            batch = batch_of(self.queries or w.shape[1], self.sizes)
             if batch is not None and w.shape[0] % batch == 0:
                 return w.unflatten(0, (batch, -1))
             return w[None]  # no batch: (H, N, M)
-        batch = batch_of(w.shape[-2], self.sizes)  # heads in groups, or batches in windows
+        batch = batch_of(self.queries or w.shape[-2], self.sizes)  # heads in groups, or batches in windows
         return w.flatten(1, -3) if batch == w.shape[0] else w.flatten(0, -4)
 
     def guess(self) -> str | None:
@@ -71,7 +78,7 @@ class Weighed:
         if self.weights.dim() != 4:
             return None
         x, y, n = self.weights.shape[:3]
-        batch = batch_of(n, self.sizes)
+        batch = batch_of(self.queries or n, self.sizes)
         if batch is None or (x == batch) == (y == batch):
             return None
         return "y" if x == batch else "x"
@@ -98,14 +105,30 @@ class Hands:
         """Follow one torch function. Gives a `Weighed` where attention was computed, or more became known of it."""
         return getattr(self, FUNCTIONS[func])(func, args, kwargs, out)
 
-    def note(self, x: object) -> Softmaxed | Logged | Weighed | None:
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """What is about to write over weights must not write over those that are remembered."""
+        note = self._first(args)
+        in_place = kwargs.get("inplace", len(args) > 3 and args[3]) if func in _DROPOUTS else func in _IN_PLACE
+        if isinstance(note, Softmaxed) and in_place:
+            note.weights = note.weights.clone()
+
+    def follow(self, out: Tensor, queries: int) -> Weighed:
+        """Follow the output (X, Y, N, E) or (X, N, E) of an attention whose weights nobody has. In their place stand
+        the numbers of texts and heads, from which their order will be known."""
+        lead = out.shape[:-2]
+        axes = (["xy"] if len(lead) == 1 else ["x", "y"]) + ["n", "e"]
+        note = Weighed(torch.arange(lead.numel()).view(*lead, 1, 1), axes, queries=queries)
+        self._put(out, note)
+        return note
+
+    def note(self, x: object) -> Softmaxed | Logged | Projected | Weighed | None:
         """The note that a tensor carries."""
         return x.__dict__.get(self.key) if isinstance(x, Tensor) else None
 
-    def _first(self, args: tuple[Any, ...]) -> Softmaxed | Logged | Weighed | None:
+    def _first(self, args: tuple[Any, ...]) -> Softmaxed | Logged | Projected | Weighed | None:
         return self.note(args[0]) if len(args) else None
 
-    def _put(self, x: Any, note: Softmaxed | Logged | Weighed) -> None:
+    def _put(self, x: Any, note: Softmaxed | Logged | Projected | Weighed) -> None:
         if isinstance(x, Tensor):
             setattr(x, self.key, note)
 
@@ -118,10 +141,13 @@ class Hands:
         axis = dim if dim < 0 else dim - out.dim()
         scores, weights = kwargs.get("input", next(iter(args), None)), out.detach()
         # Masks of the lowest number everywhere make a row of equal weights: it sees nothing.
-        if not isinstance(scores, Tensor):
-            return
+        if not isinstance(scores, Tensor) or isinstance(self.note(scores), Projected):
+            return  # a projection, softmaxed as it is: a classifier or a gate
         blind = scores.detach().amax(axis, keepdim=True) <= torch.finfo(scores.dtype).min / 2
         self._put(out, Softmaxed(weights.masked_fill(blind, 0.0) if blind.any() else weights, axis))
+
+    def _linear(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self._put(out, Projected())
 
     def _log_softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -138,7 +164,7 @@ class Hands:
     def _cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Dropout and changes of dtype: the weights are what they were before."""
         note = self._first(args)
-        if note is not None and isinstance(out, Tensor) and out.shape == args[0].shape:
+        if isinstance(note, (Softmaxed, Weighed)) and isinstance(out, Tensor) and out.shape == args[0].shape:
             self._put(out, note)
 
     def _shape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Weighed | None:
@@ -152,50 +178,72 @@ class Hands:
                 axis = _order(func, args, kwargs).index(note.weights.dim() + axis) - note.weights.dim()
             elif axis != -1 and out.shape != args[0].shape:
                 return None
+            elif out.dim() > args[0].dim() and 1 in out.shape[-2:]:
+                return None  # weights of one thing, made to look like a row: a mixture, not attention
             with torch.no_grad():
                 self._put(out, Softmaxed(func(note.weights, *args[1:], **kwargs), axis))
         return None
 
     def _times(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Weights times something of the same shape: a mask of heads, or of padding."""
+        """Weights times (or by) something of the same shape: a mask of heads, or of padding, or their sum."""
         if len(args) < 2:
             return
         left, right = args[0], args[1]
-        if isinstance(self.note(right), Softmaxed) and not isinstance(self.note(left), Softmaxed):
+        if (
+            func not in _DIVISIONS
+            and isinstance(self.note(right), Softmaxed)
+            and not isinstance(self.note(left), Softmaxed)
+        ):
             left, right = right, left
         note = self.note(left)
         if isinstance(note, Softmaxed) and isinstance(out, Tensor) and out.shape == note.weights.shape:
+            right = right.detach() if isinstance(right, Tensor) else right
             with torch.no_grad():
-                weights = note.weights * (right.detach() if isinstance(right, Tensor) else right)
+                weights = note.weights / right if func in _DIVISIONS else note.weights * right
             self._put(out, Softmaxed(weights, note.axis))
+
+    def _written_over(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """The tensor is the same, and what it holds is not: its note goes, unless the weights can follow."""
+        note = self._first(args)
+        if isinstance(note, Softmaxed) and func is Tensor.masked_fill_:
+            with torch.no_grad():
+                self._put(args[0], Softmaxed(note.weights.masked_fill(*args[1:], **kwargs), note.axis))
+        elif note is not None:
+            args[0].__dict__.pop(self.key, None)
 
     # From weights and values to attention
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Weighed | None:
         """matmul, bmm: weights (..., N, M) by values (..., M, E); or values (..., E, M) by weights (..., M, N)."""
-        if len(args) < 2:
-            return None
+        if func in _SUMS:
+            args = args[1:]
+        if len(args) < 2 or not isinstance(args[1], Tensor) or args[0].dim() != args[1].dim():
+            return None  # (values have the axes that weights have: one table for all of them is no attention)
         left, right = self.note(args[0]), self.note(args[1])
-        if isinstance(left, Softmaxed) and left.axis == -1 and args[1].dim() > 1:
-            weights, last = left.weights, ["n", "e"]
-        elif isinstance(right, Softmaxed) and right.axis == -2 and args[0].dim() > 1:
-            weights, last = right.weights.mT, ["e", "n"]
+        if isinstance(left, Softmaxed) and left.axis == -1:
+            weights, values, last = left.weights, args[1], ["n", "e"]
+        elif isinstance(right, Softmaxed) and right.axis == -2:
+            weights, values, last = right.weights.mT, args[0].mT, ["e", "n"]
         else:
-            return None
-        if out.dim() != weights.dim():
             return None
         lead = weights.dim() - 2
         note = Weighed(weights, ([[], ["xy"], ["x", "y"]][lead] if lead < 3 else ["?"] * lead) + last)
+        note.values = values.detach()
         self._put(out, note)
         return note
 
     def _einsum(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Weighed | None:
         if len(args) == 2 and isinstance(args[1], (list, tuple)):
             args = (args[0], *args[1])
-        if len(args) != 3 or not isinstance(args[0], str) or "." in args[0]:
+        if len(args) != 3 or not isinstance(args[0], str) or "->" not in args[0]:
             return None
         inputs, _, output = args[0].replace(" ", "").partition("->")
         first, _, second = inputs.partition(",")
+        if "..." in inputs:  # the same letters for all of them
+            count = args[1].dim() - len(first.replace("...", ""))
+            if count != args[2].dim() - len(second.replace("...", "")) or count < 0:
+                return None
+            first, second, output = (part.replace("...", "ABCDEFG"[:count]) for part in (first, second, output))
         left, right = self.note(args[1]), self.note(args[2])
         if isinstance(left, Softmaxed):
             note, mine, other = left, first, second
@@ -214,6 +262,9 @@ class Hands:
         weights = note.weights.permute(*(mine.index(c) for c in [*shared, query[0], key]))
         names = dict(zip(shared, [[], ["xy"], ["x", "y"]][len(shared)], strict=True)) | {query[0]: "n", width[0]: "e"}
         weighed = Weighed(weights, [names[c] for c in output])
+        if all(c in other for c in shared):
+            values = args[2] if note is left else args[1]
+            weighed.values = values.detach().permute(*(other.index(c) for c in [*shared, key, width[0]]))
         _look_for_heads(weighed)
         self._put(out, weighed)
         return weighed
@@ -290,6 +341,11 @@ _CASTS = {
     Tensor.double, torch.feature_dropout, F.dropout1d, F.dropout2d,
 }  # fmt: skip
 
+_DROPOUTS = {F.dropout, torch.dropout, F.dropout1d, F.dropout2d}
+_IN_PLACE = {Tensor.mul_, Tensor.masked_fill_, Tensor.zero_, Tensor.div_, Tensor.copy_, Tensor.fill_}
+_DIVISIONS = {torch.div, Tensor.div, Tensor.__truediv__, Tensor.div_, torch.true_divide, torch.divide}
+_SUMS = {torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm}
+
 # What is done about which torch function.
 FUNCTIONS: dict[Any, str] = {
     **dict.fromkeys((torch.softmax, Tensor.softmax, F.softmax), "_softmax"),
@@ -298,6 +354,10 @@ FUNCTIONS: dict[Any, str] = {
     **dict.fromkeys(_CASTS, "_cast"),
     **dict.fromkeys(_ORDERS | _SHAPES, "_shape"),
     **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.mul_, torch.multiply), "_times"),
+    **dict.fromkeys(_DIVISIONS, "_times"),
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), "_product"),
+    **dict.fromkeys((torch.mm, Tensor.mm, *_SUMS), "_product"),
+    **dict.fromkeys((Tensor.masked_fill_, Tensor.zero_, Tensor.copy_, Tensor.fill_), "_written_over"),
+    F.linear: "_linear",
     torch.einsum: "_einsum",
 }

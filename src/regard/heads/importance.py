@@ -5,7 +5,8 @@ Letters: B batch, H query heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value
-from regard.heads.ablate import Changes, ablate, refuse_checkpoints
+from regard.heads.ablate import Changes, ablate, numbers, refuse_checkpoints
 from regard.heads.attention import Attention
 from regard.heads.progress import track
 from regard.heads.table import Table
@@ -34,12 +35,16 @@ class Importance:
         return list(self.scores.values())[layer] if isinstance(layer, int) else self.scores[layer]
 
     def ranked(self) -> list[tuple[str, int, float]]:
-        """(layer, head, score), the least needed first."""
+        """(layer, head, score), the least needed first; heads that were not asked about (NaN) are left out."""
         rows = [(layer, head, score) for layer, s in self.scores.items() for head, score in enumerate(s.tolist())]
-        return sorted(rows, key=lambda row: row[2])
+        return sorted((row for row in rows if not math.isnan(row[2])), key=lambda row: row[2])
 
     def least(self, count: int) -> dict[str, list[int]]:
         """The heads that are needed least, as `prune` and `ablate` take them; every layer keeps one head at least."""
+        ranked = [layer for layer, _, _ in self.ranked()]
+        most = sum(min(ranked.count(layer), len(s) - 1) for layer, s in self.scores.items())
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= most:
+            raise bad_value("count", expected=f"0 to {most} heads, for every layer keeps one", received=repr(count))
         chosen: dict[str, list[int]] = {}
         for layer, head, _ in self.ranked():
             if sum(map(len, chosen.values())) == count:
@@ -96,6 +101,9 @@ def importance(
             loss = _loss(loss_fn(model, batch))
             if not gates.gates:
                 raise bad_value("loss_fn", expected="one that runs the model", received="no attention was computed")
+            if not loss.requires_grad:
+                raise bad_value("loss_fn", expected="a loss with a gradient", received="one without",
+                                remedy="no `no_grad`, `detach` or `argmax` on the way to it")  # fmt: skip
             flat = [gate for several in gates.gates.values() for gate in several]
             grads = iter(torch.autograd.grad(loss.sum(), flat, allow_unused=True))
         size = flat[0].shape[0]
@@ -105,6 +113,9 @@ def importance(
                 raise bad_value(
                     layer, expected="one batch size within a batch", received="several calls of other sizes"
                 )
+            if loss.dim() and len(loss) != len(found[0]):
+                raise bad_value("loss_fn", expected=f"a loss for each of the {len(found[0])} examples of {layer}",
+                                received=f"{len(loss)} losses", remedy="their mean")  # fmt: skip
             total = torch.stack(found).sum(0).abs().sum(0).double()  # (H,)
             # the gradient of a mean over B examples is 1 / B of each example's own
             sums[layer] = sums.get(layer, 0) + total * (size if loss.dim() == 0 else 1)
@@ -122,10 +133,11 @@ def leave_one_out(
     loss_fn: LossFunction,
     batches: Iterable[Any],
     *,
-    heads: dict[str | int, list[int]] | None = None,
+    heads: Mapping[str | int, Iterable[int]] | None = None,
     progress: bool = True,
 ) -> Importance:
-    """How much the mean loss rises without each head: the model is run once for each head (or each of `heads`).
+    """How much the mean loss over all examples rises without each head: the model is run once for each head (or each of
+    `heads`; the others' score is NaN).
 
     >>> import regard
     >>> layer = regard.MultiHeadAttention(16, num_heads=2)
@@ -136,37 +148,57 @@ def leave_one_out(
     if not batches:
         raise bad_value("batches", expected="one at least", received="none")
     with torch.no_grad():
-        with _Counting(model) as counting:
-            whole = _mean(model, loss_fn, batches)
-        layers = counting.heads
-        if not layers:
-            raise bad_value("loss_fn", expected="one that runs the model", received="no attention was computed")
-        scores = {layer: torch.full((count,), float("nan")) for layer, count in layers.items()}
-        names = list(layers)
-        if heads is None:
-            jobs = [(layer, head) for layer, count in layers.items() for head in range(count)]
-        else:
-            jobs = [(names[k] if isinstance(k, int) else k, head) for k, several in heads.items() for head in several]
-        for layer, head in track(jobs, "leaving one out", progress):
+        sizes: list[int] = []
+        losses: list[float] = []
+        heads_of: dict[str, int] = {}
+        for batch in batches:
+            with _Counting(model) as counting:
+                losses.append(_loss(loss_fn(model, batch)).mean().item())
+            if not counting.shapes:
+                raise bad_value("loss_fn", expected="one that runs the model", received="no attention was computed")
+            sizes.append(next(iter(counting.shapes.values()))[0])
+            heads_of |= {layer: shape[1] for layer, shape in counting.shapes.items()}
+        whole = _mean(losses, sizes)
+        scores = {layer: torch.full((count,), float("nan")) for layer, count in heads_of.items()}
+        for layer, head in track(_jobs(heads, heads_of), "leaving one out", progress):
             with ablate(model, {layer: [head]}):
-                scores[layer][head] = _mean(model, loss_fn, batches) - whole
-    return Importance(scores, len(batches))
+                without = [_loss(loss_fn(model, batch)).mean().item() for batch in batches]
+            scores[layer][head] = _mean(without, sizes) - whole
+    return Importance(scores, sum(sizes))
+
+
+def _jobs(heads: Mapping[str | int, Iterable[int]] | None, layers: dict[str, int]) -> list[tuple[str, int]]:
+    """The heads to leave out: all, or those that were asked for, by the layers' own names."""
+    if heads is None:
+        return [(layer, head) for layer, count in layers.items() for head in range(count)]
+    names: dict[object, str] = {f"{name}#0": name for name in layers}
+    names |= {name: name for name in layers} | dict(enumerate(layers))
+    jobs: list[tuple[str, int]] = []
+    for key, which in heads.items():
+        if key not in names or isinstance(key, bool):
+            raise bad_value("heads", expected=f"layers of the model: {', '.join(layers)}", received=repr(key))
+        layer, chosen = names[key], numbers(key, which)
+        if any(head >= layers[layer] for head in chosen):
+            raise bad_value(f"heads of {layer}", expected=f"numbers below {layers[layer]}", received=chosen)
+        jobs += [(layer, head) for head in chosen]
+    return jobs
 
 
 class _Counting(Changes):
-    """Learns how many heads each layer has."""
+    """Learns how many texts and heads each layer has."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
-        self.heads: dict[str, int] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
 
     def change(self, attention: Attention, output: Tensor) -> Tensor:
-        self.heads[attention.layer] = output.shape[1]
+        self.shapes[attention.layer] = tuple(output.shape)
         return output
 
 
-def _mean(model: nn.Module, loss_fn: LossFunction, batches: list[Any]) -> float:
-    return sum(_loss(loss_fn(model, batch)).mean().item() for batch in batches) / len(batches)
+def _mean(losses: list[float], sizes: list[int]) -> float:
+    """The mean over all examples, of the means of batches."""
+    return sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
 
 
 def _loss(loss: object) -> Tensor:

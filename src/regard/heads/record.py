@@ -10,6 +10,7 @@ Letters: B batch, H query heads, N queries, M keys.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -50,9 +51,6 @@ class Text:
     shape: tuple[int, int]  # (B, H)
     pieces: list[Piece] = field(default_factory=list)
     total: int = 0  # keys so far, those that were dropped from a cache included
-    cache: Any = None  # the object that holds the keys, where it is known
-    last_key: Tensor | None = None  # (B, G, D): by it the next piece is known to continue this one
-    first_keys: Tensor | None = None  # the same of cross attention: (B, G, D) of its first key
     ids: Tensor | None = None  # (1|B, total)
     keys: list[Tensor] = field(default_factory=list)  # kept: (B, G, m, D), each key once
 
@@ -161,6 +159,27 @@ class Layer:
         self.text = text
         self.changed()
 
+    def snapshot(self) -> dict[str, Any]:
+        """Everything, as it is now."""
+        state = dict(self.__dict__)
+        for name in ("sums", "before"):
+            state[name] = dict(state[name])
+        if self.text is not None:
+            state["text"] = copy(self.text)
+            for name in ("pieces", "keys"):
+                setattr(state["text"], name, list(getattr(self.text, name)))
+        if self.uniform is not None:
+            state["uniform"] = (self.uniform, self.uniform.snapshot())
+        return state
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Everything, as it was then."""
+        state = dict(state)
+        if isinstance(state["uniform"], tuple):
+            state["uniform"], before = state["uniform"]
+            state["uniform"].restore(before)
+        self.__dict__.update(state)
+
     def changed(self) -> None:
         """Something was added to the text: what was joined of it is to be joined again."""
         self._last = self._means = None
@@ -171,8 +190,14 @@ class Layer:
         values = self.values
         if name in values:
             return values[name]
-        if name in self.axes:
+        if name in self.axes and self.texts > 1 and name in self.last():
             raise AttributeError(f"{name!r} has no mean over the {self.texts} texts that were seen")
+        if name in self.axes:
+            one = next(one for one in self.measures if name in one.gives)
+            needs = "the output projection's weight and the values"
+            if one.needs_ids:
+                needs = "token ids, and none were found among the model's inputs"
+            raise AttributeError(f"{name!r} was not measured in {self.name}: it needs {needs}")
         raise AttributeError(f"{name!r} was not measured in {self.name}; there are {', '.join(values) or 'none'}")
 
     def __getitem__(self, name: str) -> Any:
@@ -345,8 +370,12 @@ def measured(attention: Attention, measures: list[Measure], text: Text, numbers:
         "text_ids": ids,
     }
     if attention.call is not None:
-        elsewhere = attention.kind == "self" and text.pieces
-        return look(attention.call, usable, values=attention.call.v, numbers=numbers if elsewhere else None, **known)
+        call = attention.call
+        if attention.kind == "self" and (text.pieces or attention.numbers is not None):
+            # positions of a call's own are right where it has some (texts of several lengths), unless it renumbers
+            own = call.positions is not None and attention.numbers is None
+            known |= {"numbers": numbers, "q_numbers": call.positions if own else numbers[None, m - n :]}
+        return look(call, usable, values=call.v, **known)
     weights = attention.weights
     assert weights is not None
     dtype = torch.float64 if weights.dtype is torch.float64 else torch.float32

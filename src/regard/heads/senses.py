@@ -27,7 +27,7 @@ from regard.cache import RollingCache
 from regard.errors import bad_type, bad_value
 from regard.heads import huggingface
 from regard.heads.attention import Attention, from_huggingface, from_sdpa, output_weight
-from regard.heads.frames import Frame, Frames
+from regard.heads.frames import Frame, Frames, same_input
 from regard.heads.handwritten import FUNCTIONS, Hands, Weighed, batch_of
 from regard.kernels import Call
 from regard.layouts.torch_mha_call import functional_operands
@@ -48,8 +48,7 @@ class Senses:
             raise bad_type("model", expected="a torch.nn.Module", received=type(model).__name__)
         self.frames = Frames(model)
         self.frames.on_exit = self._left
-        self.counts: dict[str, int] = {}  # attentions of each module within this outermost call
-        self.forward = 0
+        self.frames.on_failure = self._failed
         self.busy = False  # one attention is being computed: what it is made of is not another one
         self.hands = Hands()
         self.pending: list[Weighed] = []
@@ -85,9 +84,7 @@ class Senses:
     # Names
 
     def _describe(self, frame: Frame, shape: tuple[int, ...], **known: Any) -> Attention:
-        if self.forward != self.frames.forwards:
-            self.forward, self.counts = self.frames.forwards, {}
-        return Attention(layer=frame.name, module=frame.module, forward=self.forward, kind=_kind(frame, shape),
+        return Attention(layer=frame.name, module=frame.module, forward=self.frames.forwards, kind=_kind(frame, shape),
                          ids=self.frames.ids(shape[0], shape[2]), **known)  # fmt: skip
 
     # Sense 1: torch's own functions, and ours
@@ -105,6 +102,7 @@ class Senses:
             return self._attend(frame, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._multi_head(frame, args, kwargs)
+        self.hands.before(func, args, kwargs)
         out = func(*args, **kwargs)
         note = self.hands.see(func, args, kwargs, out)
         return out if note is None else self._by_hand(frame, note, out)
@@ -124,6 +122,17 @@ class Senses:
         turn = _Turn.of(query, self.frames.sizes())
         mask = kwargs.pop("attn_mask", args[0] if args else None)
         options = dict(zip(("dropout_p", "is_causal"), args[1:], strict=False)) | kwargs
+        if not self.changes and _unclear(query, key, turn):  # (B, H) or (H, B)? What the module does next will tell.
+            note = self.hands.follow(out, query.shape[-2])
+            note.where, note.sizes = frame, self.frames.sizes()
+
+            def in_order(order: Tensor) -> Call:
+                q, k, v = (x.detach().flatten(0, -3)[order] for x in (query, key, value))
+                return from_sdpa(q, k, v, _in_order(mask, query, key, order), **options)
+
+            note.about = in_order
+            self.pending.append(note)
+            return out
         call = from_sdpa(turn(query), turn(key), turn(value), None if mask is None else turn.mask(mask), **options)
         attention = self._describe(frame, call.shape, call=call)
         attention.out_weight = output_weight(frame.module, call.shape[1], call.v.shape[3])
@@ -152,7 +161,7 @@ class Senses:
             call = prepare(q, k, v, **operands.options)
         attention = self._describe(frame, call.shape, call=call)
         query, key = args[0], args[1]
-        attention.kind = "self" if key is query else "cross"
+        attention.kind = "self" if same_input(query, key) else "cross"
         out_weight = kwargs.get("out_proj_weight", args[11] if len(args) > 11 else None)
         attention.out_weight = None if out_weight is None else out_weight.detach()
         with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -241,9 +250,19 @@ class Senses:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             weights = note.ordered()
             frame = note.where
+            if note.about is not None:
+                call = note.about(weights[..., 0, 0])
+                attention = self._describe(frame, call.shape, call=call, output=output)
+                self.see(attention)
+                return attention
             attention = self._describe(frame, tuple(weights.shape), weights=weights, output=output)
+            attention.values = note.values
             self.see(attention)
         return attention
+
+    def _failed(self) -> None:
+        """An outermost call raised: what it began is not told of."""
+        self.pending.clear()
 
     def _left(self, frame: Frame) -> None:
         """A module ends: what was not told by then is told by the best that is known."""
@@ -288,6 +307,20 @@ def _may_skip_weights(call: Call, kwargs: dict[str, Any]) -> bool:
     return call.shape[0] * call.shape[1] * call.shape[2] * call.shape[3] >= LARGE and not (
         kwargs.get("dropout") or kwargs.get("output_attentions")
     )
+
+
+def _unclear(query: Tensor, key: Tensor, turn: _Turn) -> bool:
+    """Whether sizes cannot tell heads from the batch."""
+    if query.dim() == 3:
+        return turn.batch > 1 and turn.batch < query.shape[0]
+    return query.dim() == 4 and query.shape[0] == query.shape[1] > 1 and key.shape[:2] == query.shape[:2]
+
+
+def _in_order(mask: Tensor | None, q: Tensor, k: Tensor, order: Tensor) -> Tensor | None:
+    """A mask that broadcasts to the weights, with its leading axes in another order."""
+    if mask is None or mask.dim() <= 2:
+        return mask
+    return mask.expand(*q.shape[:-1], k.shape[-2]).flatten(0, -3)[order]
 
 
 class _Turn:

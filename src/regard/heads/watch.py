@@ -15,13 +15,11 @@ from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value
 from regard.heads.attention import Attention, evened
+from regard.heads.places import Places, trimmed
 from regard.heads.record import Layer, Piece, Record, Text, measured
 from regard.heads.senses import Senses
-from regard.kernels import Call
-from regard.masks import Keep
 from regard.measures import MeasureLike, as_measures
 from regard.measures.survey import DEFAULT
-from regard.positions import DenseBias
 
 __all__ = ["watch"]
 
@@ -66,12 +64,14 @@ class watch(Senses):
         plain = [one for one in self.measures if not (one.needs_out_weight or one.needs_all_heads)]
         self.baselines = [one for one in plain if "map" not in one.gives.values() and "links" not in one.gives]
         self.known: dict[Any, Any] = {}
+        self.saved: dict[str, Any] = {}
+        self.saved_of = -1
         self.needs_output = keep == "qkv"
         self.keep, self.layers = keep, layers
         self.chosen = _chooser(layers)
         self.record = Record()
         self.refused: set[str] = set()  # layers that were seen and not wanted
-        self.continued: int | None = None  # the forward in which self attention went on with a cache
+        self.places = Places()
         self.inside = False
 
     def __enter__(self) -> Record:
@@ -91,32 +91,30 @@ class watch(Senses):
 
     def see(self, attention: Attention) -> None:
         """Measure one attention, as the next piece of a text or as a new one."""
-        if not self.chosen(attention.layer):
-            self.refused.add(attention.layer)
+        attention = trimmed(attention)
+        name, goes_on, again, total = self.places.place(attention)
+        if not (self.chosen(attention.layer) or self.chosen(name)):
+            self.refused.add(name)
             return
-        attention = _trimmed(attention)
-        name, layer, goes_on = self._place(attention)
+        layer = self.record.by_name.get(name)
+        self._save(name, layer)
         if layer is None:
             layer = self.record.by_name[name] = Layer(name, attention.kind, self.measures)
         _, _, n, m = attention.shape
-        text = layer.text
+        text, ids = layer.text, attention.ids
         if text is None or not goes_on:
-            text = Text(attention.shape[:2], total=m, cache=attention.cache)
-            text.ids = attention.ids if attention.kind == "self" and n == m else None
-        elif attention.kind == "self":
-            text.total += n
-            if text.ids is not None:
-                known = attention.ids is not None and attention.ids.shape[0] == text.ids.shape[0]
-                text.ids = torch.cat([text.ids, attention.ids], 1) if known else None  # type: ignore[list-item]
+            text = Text(attention.shape[:2])
+            text.ids = ids if attention.kind == "self" and n == m else None
+        elif attention.kind == "self" and text.ids is not None:
+            known = ids is not None and ids.shape[0] == text.ids.shape[0]
+            text.ids = torch.cat([text.ids, ids], 1) if known else None  # type: ignore[list-item]
+        text.total = total
         numbers = attention.numbers
         if numbers is None:
-            numbers = torch.arange(text.total - m, text.total)
-        else:
-            text.total = max(text.total, int(numbers[-1]) + 1)
+            numbers = torch.arange(total - m, total)
         found = measured(attention, self.measures, text, numbers)
         piece = Piece(n, numbers, found)
         self._remember(text, piece, attention, goes_on)
-        again = not goes_on and layer.text is not None and _reads_again(layer.text, attention)
         if layer.uniform is None:
             layer.uniform = Layer(name, attention.kind, self.baselines)
         self._baseline(layer.uniform, attention, text, numbers, goes_on, again)
@@ -140,74 +138,45 @@ class watch(Senses):
         own.total = text.total
         _add(uniform, own, Piece(attention.shape[2], numbers, self.known[key][0]), goes_on, again)
 
-    def _place(self, attention: Attention) -> tuple[str, Layer | None, bool]:
-        """The layer that an attention belongs to, and whether it goes on with its text."""
-        base = attention.layer
-        number = self.counts.get(base, 0)
-        # Within one forward a module may be called again: to go on with a cache, or as another layer.
-        for k in range(number, -1, -1):
-            name = f"{base}#{k}" if k else base
-            layer = self.record.by_name.get(name)
-            if layer is not None and (k == number or number) and self._goes_on(layer, attention):
-                self.counts[base] = max(number, k + 1)
-                return name, layer, True
-        name = f"{base}#{number}" if number else base
-        self.counts[base] = number + 1
-        return name, self.record.by_name.get(name), False
+    def _save(self, name: str, layer: Layer | None) -> None:
+        """Remember how a layer was before this outermost call, in case that it raises."""
+        if self.saved_of != self.frames.forwards:
+            self.saved_of, self.saved = self.frames.forwards, {}
+        if name not in self.saved:
+            self.saved[name] = None if layer is None else layer.snapshot()
 
-    def _goes_on(self, layer: Layer, attention: Attention) -> bool:
-        """Whether the keys of an attention extend those that a layer has seen."""
-        text = layer.text
-        if text is None or layer.kind != attention.kind or text.shape != attention.shape[:2]:
-            return False
-        _, _, n, m = attention.shape
-        if attention.kind == "cross":
-            if self.continued != attention.forward or text.total != m:
-                return False
-            return attention.call is None or _same(attention.call.k[:, :, 0], text.first_keys)
-        if n >= m:
-            return False
-        if attention.cache is not None or text.cache is not None:
-            goes_on = attention.cache is text.cache and attention.numbers is not None
-            goes_on = goes_on and int(attention.numbers[-1]) + 1 == text.total + n  # type: ignore[index]
-        elif attention.call is None:  # by hand: no keys to compare
-            goes_on = m == text.total + n
-        else:
-            before = attention.call.k[:, :, m - n - 1]
-            goes_on = _same(before, text.last_key)
-            if not goes_on and m == text.total + n and _reordered(before, text.last_key):
-                raise bad_value(layer.name, expected="each text of the batch to go on where it was",
-                                received="a cache whose texts changed places, as beam search does",
-                                remedy="generate with num_beams=1, or watch model(ids) on the text that came out"
-                                )  # fmt: skip
-        if goes_on:
-            self.continued = attention.forward
-        return goes_on
+    def _failed(self) -> None:
+        super()._failed()
+        self.places.failed(self.frames.forwards)
+        if self.saved_of != self.frames.forwards:
+            return
+        for name, before in self.saved.items():
+            if before is None:
+                self.record.by_name.pop(name, None)
+            else:
+                self.record.by_name[name].restore(before)
 
     def _remember(self, text: Text, piece: Piece, attention: Attention, goes_on: bool) -> None:
-        """What the next piece is compared with; and q, k and the output, if they are to be kept."""
+        """q, k and the output, if they are to be kept."""
         call, (_, _, n, m) = attention.call, attention.shape
         keeps = self.keep is not None or any("map" in one.gives.values() for one in self.measures)
-        if self.keep == "qkv":
-            piece.output = attention.output
-        if call is None:
-            piece.weights = attention.weights if keeps else None
-            return
-        if m:
-            text.last_key = call.k[:, :, -1].clone()
-            text.first_keys = call.k[:, :, 0].clone()
+        if self.keep == "qkv" and attention.output is not None:
+            piece.output = attention.output.clone()
         if not keeps:
             return
+        if call is None:
+            piece.weights = None if attention.weights is None else attention.weights.clone()
+            return
+        # Copies: what a model has in memory it may write over, a cache most of all.
         if attention.cache is not None:  # its keys are turned anew for every piece
-            piece.call = replace(call, k=call.k.clone(), v=call.v[:, :, :0], dropout=None)
+            piece.call = replace(call, q=call.q.clone(), k=call.k.clone(), v=call.v[:, :, :0], dropout=None)
             return
         if attention.kind == "self" and goes_on:
             text.keys.append(call.k[:, :, m - n :].clone())
         elif not goes_on:
-            own = m > n  # a part of a cache, which will be written to
-            text.keys = [call.k.clone() if own else call.k]
+            text.keys = [call.k.clone()]
         nothing = call.k[:, :, :0]
-        piece.call = replace(call, k=nothing, v=nothing, dropout=None)
+        piece.call = replace(call, q=call.q.clone(), k=nothing, v=nothing, dropout=None)
 
     def _saw_nothing(self) -> ValueError:
         frames = self.frames
@@ -239,69 +208,6 @@ def _add(layer: Layer, text: Text, piece: Piece, goes_on: bool, again: bool) -> 
         layer.replace(text)
     else:
         layer.begin(text)
-
-
-def _reads_again(text: Text, attention: Attention) -> bool:
-    """Whether a causal model reads the same text once more, one token further: generation without a cache."""
-    call = attention.call
-    _, _, n, m = attention.shape
-    if attention.kind != "self" or n != m or m != text.total + 1 or text.shape != attention.shape[:2]:
-        return False
-    if call is None:
-        ids = attention.ids
-        return text.ids is not None and ids is not None and torch.equal(ids[:, :-1], text.ids)
-    if call.mask is None or text.last_key is None:
-        return False
-    if not torch.allclose(call.k[:, :, m - 2], text.last_key, rtol=1e-3, atol=1e-4):  # other sizes round differently
-        return False
-    return not call.mask.block(call.tile(slice(None), slice(0, 1), slice(m - 1, m))).any()
-
-
-def _same(a: Tensor, b: Tensor | None) -> bool:
-    return b is not None and a.shape == b.shape and torch.equal(a, b)
-
-
-def _reordered(a: Tensor, b: Tensor | None) -> bool:
-    """Whether every item of a batch is another item of the last one."""
-    if b is None or a.shape != b.shape:
-        return False
-    same = (a[:, None] == b[None]).flatten(2).all(-1)  # (B now, B before)
-    return bool(same.any(1).all())
-
-
-def _trimmed(attention: Attention) -> Attention:
-    """Without the last keys, if no query may see them: a cache of fixed size is longer than the text."""
-    _, _, n, m = attention.shape
-    call = attention.call
-    if attention.kind != "self" or n >= m or attention.cache is not None:
-        return attention
-    if call is None:
-        assert attention.weights is not None
-        used = attention.weights.flatten(0, 2).any(0).nonzero()
-        last = int(used.max()) + 1 if used.numel() else m
-        return attention if last == m else replace(attention, weights=attention.weights[..., :last])
-    if call.mask is None or call.key_positions is not None or call.q_start != m - n:
-        return attention
-    visible = call.mask.block(call.whole())  # (1|B, 1|H, 1|N, M)
-    used = visible.expand(*visible.shape[:3], m).flatten(0, 2).any(0).nonzero()
-    last = int(used.max()) + 1 if used.numel() else m
-    if last == m or last < n:
-        return attention
-    return replace(attention, call=_first_keys(call, last))
-
-
-def _first_keys(call: Call, count: int) -> Call:
-    """The same call with its first keys alone; the last query stands at the last of them."""
-    assert call.mask is not None
-    visible = call.mask.block(call.whole())
-    biases = tuple(
-        DenseBias(b.weight[..., :count] if b.weight.shape[3] > 1 else b.weight) if isinstance(b, DenseBias) else b
-        for b in call.biases
-    )
-    n = call.shape[2]
-    start = call.q_start if call.positions is None and call.q_start < count - n else count - n
-    return replace(call, k=call.k[:, :, :count], v=call.v[:, :, :count], mask=Keep(visible[..., :count]), biases=biases,
-                   q_start=start)  # fmt: skip
 
 
 def _chooser(layers: str | Iterable[str] | Callable[[str], bool] | None) -> Callable[[str], bool]:

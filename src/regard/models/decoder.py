@@ -51,18 +51,22 @@ class Decoder(TextModel):
         if self.config.tied:
             self.head.weight = self.embedding.tokens.weight
 
-    def forward(self, ids: Tensor, *, keep: Tensor | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, *, keep: Tensor | None = None, cache: Cache | None = None, head: bool = True
+    ) -> Tensor:
         """Logits of the next token, at every token.
 
         Args:
             ids: (B, N), or (N,) for one text.
             keep: (B, M), True where there is a token and not padding (left or right); with a cache M = cached + N.
             cache: from `new_cache()`, updated in place; `ids` go on after what it holds.
+            head: False gives what the head reads, (B, N, W), as `hidden` does.
 
         Returns:
             (B, N, V); what stands at padding is without meaning.
         """
-        return project(self.head, self.hidden(ids, keep=keep, cache=cache))
+        states = self.hidden(ids, keep=keep, cache=cache)
+        return project(self.head, states) if head else states
 
     def hidden(
         self,

@@ -106,9 +106,9 @@ def _prefill(model: Decoder, ids: Tensor, cache: Cache) -> Tensor:
     """Hidden states at the tokens of a text, (B, N, W); of the last piece, where a rolling cache reads it in pieces."""
     step = cache[0].window if isinstance(cache[0], RollingCache) else ids.shape[1]
     for start in range(0, ids.shape[1] - step, step):
-        model.hidden(ids[:, start : start + step], cache=cache)
+        model(ids[:, start : start + step], cache=cache, head=False)
     rest = ids.shape[1] % step or step
-    return model.hidden(ids[:, -rest:], cache=cache)
+    return model(ids[:, -rest:], cache=cache, head=False)
 
 
 def stream(
@@ -166,7 +166,7 @@ def _read_last(model: Decoder, chosen: Tensor | None, cache: Cache | None) -> No
     if model.embedding.places is not None and len(cache[0]) >= (model.config.context or 0):
         return
     with torch.inference_mode():
-        model.hidden(chosen[:, None], cache=cache)
+        model(chosen[:, None], cache=cache, head=False)
 
 
 def generate_batch(

@@ -1,0 +1,204 @@
+"""Where an attention belongs: the name of its layer, and whether it goes on with the text that the layer had.
+
+A cached call goes on where the key before its new ones is the last key that was seen, bit for bit. That holds for
+caches that grow, that are of fixed size and that slide. Attention by hand is known by its values. Beam search is known
+by it too: every key is there, but at another text; and so is a cache that was cut: the key is one before the last.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.errors import bad_value
+from regard.heads.attention import Attention
+from regard.kernels import Call
+from regard.masks import Keep
+from regard.positions import DenseBias
+
+__all__ = ["Place", "Places", "trimmed"]
+
+RECENT = 64  # keys that are remembered: the last, and those behind which a cache may have been cut
+
+
+class Place(NamedTuple):
+    """The layer's name; whether the attention goes on with its text, or reads it again one token further; and how many
+    tokens the text has by now."""
+
+    name: str
+    goes_on: bool
+    again: bool
+    total: int
+
+
+@dataclass
+class _Trail:
+    """What a layer's text is known by."""
+
+    kind: str
+    shape: tuple[int, int]  # (B, H)
+    total: int
+    cache: Any = None
+    last_keys: list[Tensor] = field(default_factory=list)
+    first_key: Tensor | None = None
+    ids: Tensor | None = None
+
+
+class Places:
+    """Follows all layers of a model. Where `strict`, what cannot be one text is refused; else it goes on as if."""
+
+    def __init__(self, strict: bool = True) -> None:
+        self.strict = strict
+        self.trails: dict[str, _Trail] = {}
+        self.forward = -1
+        self.counts: dict[str, int] = {}  # attentions of each module within this outermost call
+        self.continued = False  # whether self attention went on in this outermost call
+        self._before: tuple[int, dict[str, _Trail]] = (-1, {})
+
+    def place(self, attention: Attention) -> Place:
+        """Find the place of the next attention, which `trimmed` has gone over."""
+        if self.forward != attention.forward:
+            self.forward, self.counts, self.continued = attention.forward, {}, False
+            self._before = self.forward, dict(self.trails)
+        base, (batch, heads, n, m) = attention.layer, attention.shape
+        number = self.counts.get(base, 0)
+        # Within one outermost call a module may be called again: to go on with a cache, or as another layer.
+        for k in range(number, -1, -1):
+            trail = self.trails.get(_named(base, k))
+            if trail is not None and self._goes_on(_named(base, k), trail, attention):
+                self.counts[base] = max(number, k + 1)
+                total = trail.total + (n if attention.kind == "self" else 0)
+                self.trails[_named(base, k)] = self._trail(attention, total, copy(trail))
+                return Place(_named(base, k), True, False, total)
+        self.counts[base] = number + 1
+        name = _named(base, number)
+        again = name in self.trails and _reads_again(self.trails[name], attention)
+        total = m if attention.numbers is None else int(attention.numbers[-1]) + 1
+        trail = _Trail(attention.kind, (batch, heads), total, attention.cache)
+        self.trails[name] = self._trail(attention, total, trail)
+        return Place(name, False, again, total)
+
+    def failed(self, forward: int) -> None:
+        """An outermost call raised: what it read does not count."""
+        if self._before[0] == forward:
+            self.trails = self._before[1]
+
+    def _trail(self, attention: Attention, total: int, trail: _Trail) -> _Trail:
+        n, m = attention.shape[2:]
+        trail.total, trail.ids = total, attention.ids
+        if m:
+            new = [attention.key(number) for number in range(max(m - n, m - RECENT), m)]
+            trail.last_keys = [*trail.last_keys, *(key.clone() for key in new if key is not None)][-RECENT:]
+            first = attention.key(0)
+            trail.first_key = None if first is None else first.clone()
+        return trail
+
+    def _goes_on(self, name: str, trail: _Trail, attention: Attention) -> bool:
+        """Whether the keys of an attention extend those that a layer has seen."""
+        batch, heads, n, m = attention.shape
+        if trail.kind != attention.kind or trail.shape != (batch, heads):
+            return False
+        if attention.kind == "cross":
+            return self.continued and trail.total == m and _same(attention.key(0), trail.first_key)
+        if n >= m:
+            return False
+        if attention.cache is not None or trail.cache is not None:  # which turns its keys anew each time
+            numbers = attention.numbers
+            goes_on = attention.cache is trail.cache and numbers is not None
+            goes_on = goes_on and int(numbers[-1]) + 1 == trail.total + n  # type: ignore[index]
+        else:
+            before = attention.key(m - n - 1)
+            goes_on = bool(trail.last_keys) and _same(before, trail.last_keys[-1])
+            if not goes_on and trail.last_keys:
+                why = _other_than_added(before, trail)
+                if why is not None and self.strict:
+                    raise bad_value(name, expected="a cache that is added to", received=why,
+                                    remedy="generate in a plain way, or look at model(ids) on the text that came out"
+                                    )  # fmt: skip
+                goes_on = why is not None
+        self.continued |= goes_on
+        return goes_on
+
+
+def _named(base: str, number: int) -> str:
+    return f"{base}#{number}" if number else base
+
+
+def _other_than_added(before: Tensor | None, trail: _Trail) -> str | None:
+    """In words, how a cache goes on in another way than by adding to it: that cannot be one text."""
+    if _reordered(before, trail.last_keys[-1]):
+        return "one whose texts changed places, as in beam search (num_beams > 1)"
+    if any(_same(before, key) for key in trail.last_keys[:-1]):
+        return "one that was cut, as in assisted generation and prompt lookup"
+    return None
+
+
+def _reads_again(trail: _Trail, attention: Attention) -> bool:
+    """Whether a causal model reads the same text once more, one token further: generation without a cache."""
+    call = attention.call
+    batch, heads, n, m = attention.shape
+    if attention.kind != "self" or n != m or m != trail.total + 1 or trail.shape != (batch, heads):
+        return False
+    if call is None:
+        ids = attention.ids
+        return trail.ids is not None and ids is not None and torch.equal(ids[:, :-1], trail.ids)
+    if call.mask is None or not trail.last_keys:
+        return False
+    if not torch.allclose(
+        call.k[:, :, m - 2], trail.last_keys[-1], rtol=1e-3, atol=1e-4
+    ):  # other sizes round otherwise
+        return False
+    return not call.mask.block(call.tile(slice(None), slice(0, 1), slice(m - 1, m))).any()
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.shape == b.shape and torch.equal(a, b)
+
+
+def _reordered(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether every item of a batch is another item of the last one."""
+    if a is None or b is None or a.shape != b.shape:
+        return False
+    same = (a[:, None] == b[None]).flatten(2).all(-1)  # (B now, B before)
+    return bool(same.any(1).all())
+
+
+def trimmed(attention: Attention) -> Attention:
+    """Without the last keys, if no query may see them: a cache of fixed size is longer than the text."""
+    _, _, n, m = attention.shape
+    call = attention.call
+    if attention.kind != "self" or n >= m or attention.cache is not None:
+        return attention
+    if call is None:
+        assert attention.weights is not None
+        last = _last(attention.weights != 0)
+        if last == m or last < n:
+            return attention
+        values = None if attention.values is None else attention.values[..., :last, :]
+        return replace(attention, weights=attention.weights[..., :last], values=values)
+    if call.mask is None or call.key_positions is not None or call.q_start != m - n:
+        return attention
+    visible = call.mask.block(call.whole())  # (1|B, 1|H, 1|N, 1|M)
+    last = _last(visible.expand(*visible.shape[:3], m))
+    return attention if last == m or last < n else replace(attention, call=_first_keys(call, visible, last))
+
+
+def _last(used: Tensor) -> int:
+    """How many columns there are up to the last that is used; all, if none is."""
+    columns = used.flatten(0, -2).any(0).nonzero()
+    return int(columns.max()) + 1 if columns.numel() else used.shape[-1]
+
+
+def _first_keys(call: Call, visible: Tensor, count: int) -> Call:
+    """The same call with its first keys alone; the last query stands at the last of them."""
+    biases = tuple(
+        DenseBias(b.weight[..., :count] if b.weight.shape[3] > 1 else b.weight) if isinstance(b, DenseBias) else b
+        for b in call.biases
+    )
+    mask = Keep(visible[..., :count])
+    k, v = call.k[:, :, :count], call.v[:, :, :count]
+    return replace(call, k=k, v=v, mask=mask, biases=biases, q_start=count - call.shape[2])

@@ -272,7 +272,7 @@ def test_zero_is_a_projection_without_its_columns(name: str) -> None:
     """Layer by layer, by name; and all layers at once, by number."""
     one = CASES[name]()
     plain = one.run()
-    everywhere = dict.fromkeys(one.layers, [0])
+    everywhere = {layer: [0] for layer in one.layers}
     for heads in [*({layer: [0, 2]} for layer in one.layers), everywhere]:
         with one.zeroed(heads):
             right = one.run()
@@ -422,7 +422,7 @@ def _said(x: Any) -> str:
 @pytest.mark.parametrize("family,options", GENERATION, ids=_said)
 def test_generation_without_some_heads(family: str, options: dict[str, Any]) -> None:
     one, given = hf(family), prompts()
-    heads = dict.fromkeys(one.layers, [0, 2])
+    heads = {layer: [0, 2] for layer in one.layers}
     plain, _ = scores(one.model, given, **options)
     with one.zeroed(heads):
         right, right_logits = scores(one.model, given, **options)
@@ -543,7 +543,6 @@ class Breaks(Exception):
 def test_put_back_when_the_model_raises(name: str) -> None:
     one = CASES[name]()
     plain, before = one.run(), footprint(one.model)
-    *_, deepest = one.model.modules()
 
     def stop(*_: Any) -> None:
         raise Breaks
@@ -778,9 +777,7 @@ def test_wrong_arguments() -> None:
     model = made(Hand(by_operator))
     with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, received function"):
         ablate(by_operator, {0: [0]})  # type: ignore[arg-type]
-    with pytest.raises(
-        TypeError, match=r"heads: expected a mapping from layers to heads, received list; remedy: ablate"
-    ):
+    with pytest.raises(TypeError, match=r"heads: expected a mapping from layers to heads, received list; remedy"):
         ablate(model, [0, 1])  # type: ignore[arg-type]
     for layer in (True, None, 0.0, ("layer",)):
         with pytest.raises(TypeError, match="heads: expected layers by name or by number, received"):
@@ -793,15 +790,11 @@ def test_wrong_arguments() -> None:
             ablate(model, {"layer": which})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match='mode: expected "zero", "mean" or "patch", received \'none\''):
         ablate(model, {0: [0]}, mode="none")  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match='source: expected a record of another run for mode="patch", received none; rem'
-    ):
+    with pytest.raises(ValueError, match='source: expected a record of another run for mode="patch", received none; '):
         ablate(model, {0: [0]}, mode="patch")
     with pytest.raises(TypeError, match="source: expected a record that `watch` gave, received Tensor"):
         ablate(model, {0: [0]}, mode="mean", source=torch.zeros(3))  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match='source: expected none for mode="zero", received a record; remedy: mode="mean"'
-    ):
+    with pytest.raises(ValueError, match='source: expected none for mode="zero", received a record; remedy'):
         ablate(model, {0: [0]}, source=regard.heads.Record())
 
 
@@ -845,8 +838,8 @@ def test_sources_that_do_not_serve(mode: Any) -> None:
 def test_a_patch_that_is_longer_than_its_source() -> None:
     one, given = hf("llama"), prompts()
     source = seen_of(one.model, lambda: one.model(**given))
-    with pytest.raises(ValueError, match=r"expected outputs \(2, 6, 1, 14\), received \(2, 6, 11, 14\), of which queries "
-                       "11 to 12 are wanted"), ablate(one.model, {0: [0]}, "patch", source):  # fmt: skip
+    words = r"expected outputs \(2, 6, 1, 14\), received \(2, 6, 11, 14\), of which queries 11 to 12 are wanted"
+    with pytest.raises(ValueError, match=words), ablate(one.model, {0: [0]}, "patch", source):
         one.model.generate(**given, **GREEDY)  # type: ignore[operator]
 
 

@@ -135,18 +135,18 @@ def gate(projection: nn.Module, heads: int, head: int, text: int, value: float) 
     ("bloom", "transformer.h.0.self_attention", "transformer.h.0.self_attention.dense", 3),
 ])  # fmt: skip
 def test_finite_differences(name: str, layer: str, projection: str, heads: int) -> None:
-    """Of the fourth order, with steps that are large beside the float32 of some norms."""
+    """With steps that are large beside the float32 of some norms, and small beside the corners of ReLU."""
     model, batch = case(name)
     found = importance(model, _each, [batch], normalize=False)[layer]
-    step, right = 4e-3, torch.zeros(5, heads, dtype=torch.float64)
+    step, right = 1e-3, torch.zeros(5, heads, dtype=torch.float64)
     with torch.no_grad():
         for text in range(5):
             for head in range(heads):
-                for times, factor in ((1, 8), (-1, -8), (2, -1), (-2, 1)):
-                    with gate(model.get_submodule(projection), heads, head, text, 1 + times * step):
-                        right[text, head] += factor * losses(model, batch)[text] / (12 * step)
+                for side in (1, -1):
+                    with gate(model.get_submodule(projection), heads, head, text, 1 + side * step):
+                        right[text, head] += side * losses(model, batch)[text] / (2 * step)
     assert right.sign().diff(dim=0).any(), "signs that never differ do not need absolute values"
-    torch.testing.assert_close(found, right.abs().mean(0).float(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(found, right.abs().mean(0).float(), rtol=2e-3, atol=3e-4)
 
 
 def test_normalised_layer_by_layer() -> None:

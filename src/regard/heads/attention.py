@@ -37,11 +37,10 @@ class Attention:
     cache: Any = None  # the object that holds its keys, where it is known
     numbers: Tensor | None = None  # (M,) which tokens its keys are, where it is known
 
-    def key(self, number: int) -> Tensor | None:
-        """One key (or value, of attention by hand) of all texts and heads: by it texts are known again."""
-        if self.call is not None:
-            return self.call.k[:, :, number]
-        return None if self.values is None else self.values[..., number, :]
+    @property
+    def keys(self) -> Tensor | None:
+        """(..., M, D): keys (or values, of attention by hand) of all texts and heads: by them texts are known again."""
+        return self.values if self.call is None else self.call.k
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

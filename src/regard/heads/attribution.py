@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value
 from regard.heads.attention import output_weight
+from regard.heads.corpus import evaluating
 from regard.heads.table import Table
 from regard.heads.watch import watch
 
@@ -63,37 +64,40 @@ def attribution(
         tokenizer: for texts, where the model has none of its own.
         position: at which token of the text the next one is asked for; at the last by default.
     """
-    ids = _ids(model, text, tokenizer)
     norm, unembedding = _end(model)
+    ids = _ids(model, text, tokenizer)
+    if isinstance(position, bool) or not isinstance(position, int) or not -len(ids) <= position < len(ids):
+        raise bad_value("position", expected=f"one of {len(ids)} tokens", received=repr(position))
     caught: list[Tensor] = []
     handle = norm.register_forward_pre_hook(lambda _, args: caught.append(args[0].detach()))
-    training = model.training
-    model.eval()
     try:
-        with torch.no_grad(), watch(model, measures=[], keep="qkv") as seen:
+        with evaluating(model), torch.no_grad(), watch(model, measures=[], keep="qkv") as seen:
             out = model(ids[None])
     finally:
         handle.remove()
-        model.train(training)
     logits = (out if isinstance(out, Tensor) else out.logits)[0, position].double()
     number = _target(model, target, tokenizer, logits)
     if len(caught) != 1:
         raise bad_value("model", expected="one norm at the end", received=f"one that ran {len(caught)} times")
     x = caught[0][0, position].double()
     direction, constant = _direction(norm, x, unembedding, number)
+    logit = float(x @ direction + constant)
+    rounding = 64 * max(torch.finfo(caught[0].dtype).eps, 1e-7) * float(x.abs() @ direction.abs() + abs(logit))
+    if abs(logit - float(logits[number])) > rounding:
+        raise bad_value("model", expected="logits that are the normalised stream times the vocabulary",
+                        received=f"{float(logits[number]):.4f} where that is {logit:.4f}")  # fmt: skip
     scores: dict[str, Tensor] = {}
     modules = dict(model.named_modules())
     for layer in seen:
         if layer.kind != "self":
             continue
         z = layer.output[0, :, position].double()  # (H, E)
-        weight = output_weight(modules[layer.name], *z.shape)
+        weight = output_weight(modules[layer.name.partition("#")[0]], *z.shape)
         if weight is None:
             raise bad_value(layer.name, expected="an output projection of (W, H * E)", received="none by a known name",
                             remedy="regard.models.load, for a model that it knows")  # fmt: skip
         slices = weight.double().unflatten(1, tuple(z.shape))  # (W, H, E)
         scores[layer.name] = torch.einsum("he,whe,w->h", z, slices, direction).float()
-    logit = float(x @ direction + constant)
     rest = logit - sum(s.sum().item() for s in scores.values())
     return Attribution(scores, rest, logit, number)
 
@@ -124,7 +128,8 @@ def _end(model: nn.Module) -> tuple[nn.Module, nn.Module]:
         raise bad_value("model", expected="a decoder with a last norm and a projection to the vocabulary",
                         received=type(model).__name__, remedy="a language model, such as models.load('smollm2')"
                         )  # fmt: skip
-    if any(name.rpartition(".")[2] in _AFTER for name in modules):
+    after = any(name.rpartition(".")[2] in _AFTER for name in modules)
+    if after or getattr(getattr(model, "config", None), "order", None) == "post":
         raise bad_value("model", expected="heads that add to the stream as they are",
                         received="norms between heads and stream")  # fmt: skip
     assert unembedding is not None
@@ -134,20 +139,24 @@ def _end(model: nn.Module) -> tuple[nn.Module, nn.Module]:
 def _ids(model: nn.Module, text: object, tokenizer: Any) -> Tensor:
     if isinstance(text, Tensor):
         ids = text[0] if text.dim() == 2 and text.shape[0] == 1 else text
-        if ids.dim() != 1 or ids.is_floating_point():
-            raise bad_value("text", expected="token ids (N,) or (1, N)", received=f"shape {tuple(text.shape)}")
+        if ids.dim() != 1 or not ids.numel() or ids.dtype not in (torch.int64, torch.int32):
+            raise bad_value("text", expected="token ids (N,) or (1, N), one at least",
+                            received=f"{text.dtype} of shape {tuple(text.shape)}")  # fmt: skip
         return ids
     if not isinstance(text, str):
         raise bad_type("text", expected="a text or token ids", received=type(text).__name__)
-    return torch.tensor(_encoded(model, text, tokenizer), device=next(model.parameters()).device)
+    ids = _encoded(model, text, tokenizer)
+    if not ids:
+        raise bad_value("text", expected="one token at least", received=repr(text))
+    return torch.tensor(ids, device=next(model.parameters()).device)
 
 
-def _encoded(model: nn.Module, text: str, tokenizer: Any) -> list[int]:
-    if tokenizer is None and hasattr(model, "encode"):
-        return model.encode(text).flatten().tolist()  # type: ignore[operator]
+def _encoded(model: nn.Module, text: str, tokenizer: Any, special: bool = True) -> list[int]:
+    """The ids of a text; `special`: with the tokens that a tokenizer puts around it."""
+    tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     if tokenizer is None:
         raise bad_value("tokenizer", expected="one, for the model has none of its own", received="none")
-    encoded = tokenizer.encode(text)
+    encoded = tokenizer.encode(text, add_special_tokens=special)
     return list(getattr(encoded, "ids", encoded))
 
 
@@ -155,7 +164,7 @@ def _target(model: nn.Module, target: str | int | None, tokenizer: Any, logits: 
     if target is None:
         return int(logits.argmax())
     if isinstance(target, str):
-        ids = _encoded(model, target, tokenizer)
+        ids = _encoded(model, target, tokenizer, special=False)
         if len(ids) != 1:
             raise bad_value("target", expected="one token", received=f"{target!r}, which is {len(ids)}: {ids}",
                             remedy="a token's number, or a text with its leading space")  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from regard.heads.record import Record
 from regard.heads.watch import watch
 from regard.measures import MeasureLike
 
-__all__ = ["is_punctuation", "run", "token_kinds", "watch_all"]
+__all__ = ["evaluating", "is_punctuation", "run", "token_kinds", "watch_all"]
 
 
 def watch_all(
@@ -31,7 +32,7 @@ def watch_all(
     Args:
         model: any model that `watch` can see.
         batches: what to run it on, one after another: a text (regard's models), a tensor, a tuple of arguments, or a
-            mapping of named ones (such as a tokenizer of transformers gives).
+            mapping of named ones (such as a tokenizer of transformers gives, or `encode_batch` of regard's models).
         measures, layers: as for `watch`.
         progress: a bar on a terminal.
 
@@ -41,15 +42,25 @@ def watch_all(
     >>> seen[0].entropy.shape, seen[0].count  # 5 + 3 * 7 queries
     (torch.Size([2]), tensor([26, 26]))
     """
-    training = model.training
+    if isinstance(batches, (str, Mapping)):
+        raise bad_type("batches", expected="several, one after another", received=f"one {type(batches).__name__}",
+                       remedy="a list of it")  # fmt: skip
+    with evaluating(model), watch(model, measures=measures, layers=layers) as seen, torch.no_grad():
+        for batch in track(batches, "watching", progress):
+            run(model, batch)
+    return seen
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it a model is in evaluation; then each of its modules is as it was."""
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with watch(model, measures=measures, layers=layers) as seen, torch.no_grad():
-            for batch in track(batches, "watching", progress):
-                run(model, batch)
+        yield
     finally:
-        model.train(training)
-    return seen
+        for module in training:
+            module.training = True
 
 
 def run(model: nn.Module, batch: Any) -> Any:
@@ -61,6 +72,8 @@ def run(model: nn.Module, batch: Any) -> Any:
                            remedy="what its tokenizer gives, as a mapping: tokenizer(text, return_tensors='pt')"
                            )  # fmt: skip
         return model(encode(batch))
+    if hasattr(batch, "_asdict"):  # a named tuple, such as `encode_batch` gives
+        return model(**batch._asdict())
     if isinstance(batch, Mapping) or hasattr(batch, "keys"):
         return model(**batch)
     if isinstance(batch, Tensor):

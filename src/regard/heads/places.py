@@ -8,7 +8,7 @@ by it too: every key is there, but at another text; and so is a cache that was c
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,8 +43,8 @@ class _Trail:
     shape: tuple[int, int]  # (B, H)
     total: int
     cache: Any = None
-    last_keys: list[Tensor] = field(default_factory=list)
-    first_key: Tensor | None = None
+    last_keys: Tensor | None = None  # (..., RECENT, D) at most
+    first_key: Tensor | None = None  # (..., D)
     ids: Tensor | None = None
 
 
@@ -89,12 +89,12 @@ class Places:
 
     def _trail(self, attention: Attention, total: int, trail: _Trail) -> _Trail:
         n, m = attention.shape[2:]
-        trail.total, trail.ids = total, attention.ids
-        if m:
-            new = [attention.key(number) for number in range(max(m - n, m - RECENT), m)]
-            trail.last_keys = [*trail.last_keys, *(key.clone() for key in new if key is not None)][-RECENT:]
-            first = attention.key(0)
-            trail.first_key = None if first is None else first.clone()
+        trail.total, trail.ids, keys = total, attention.ids, attention.keys
+        if keys is not None and m and attention.cache is None:
+            new = keys[..., max(m - n, m - RECENT) :, :]
+            if trail.last_keys is not None and n < RECENT:
+                new = torch.cat([trail.last_keys[..., n - RECENT :, :], new], -2)
+            trail.last_keys, trail.first_key = new.clone(), keys[..., 0, :].clone()
         return trail
 
     def _goes_on(self, name: str, trail: _Trail, attention: Attention) -> bool:
@@ -103,7 +103,8 @@ class Places:
         if trail.kind != attention.kind or trail.shape != (batch, heads):
             return False
         if attention.kind == "cross":
-            return self.continued and trail.total == m and _same(attention.key(0), trail.first_key)
+            first = None if attention.keys is None or not m else attention.keys[..., 0, :]
+            return self.continued and trail.total == m and _same(first, trail.first_key)
         if n >= m:
             return False
         if attention.cache is not None or trail.cache is not None:  # which turns its keys anew each time
@@ -111,10 +112,12 @@ class Places:
             goes_on = attention.cache is trail.cache and numbers is not None
             goes_on = goes_on and int(numbers[-1]) + 1 == trail.total + n  # type: ignore[index]
         else:
-            before = attention.key(m - n - 1)
-            goes_on = bool(trail.last_keys) and _same(before, trail.last_keys[-1])
-            if not goes_on and trail.last_keys:
-                why = _other_than_added(before, trail)
+            before = None if attention.keys is None else attention.keys[..., m - n - 1, :]
+            if before is None or trail.last_keys is None:
+                return False
+            goes_on = _same(before, trail.last_keys[..., -1, :])
+            if not goes_on:
+                why = _other_than_added(before, trail.last_keys)
                 if why is not None and self.strict:
                     raise bad_value(name, expected="a cache that is added to", received=why,
                                     remedy="generate in a plain way, or look at model(ids) on the text that came out"
@@ -128,11 +131,14 @@ def _named(base: str, number: int) -> str:
     return f"{base}#{number}" if number else base
 
 
-def _other_than_added(before: Tensor | None, trail: _Trail) -> str | None:
+def _other_than_added(before: Tensor, last_keys: Tensor) -> str | None:
     """In words, how a cache goes on in another way than by adding to it: that cannot be one text."""
-    if _reordered(before, trail.last_keys[-1]):
+    if before.shape != last_keys.shape[:-2] + last_keys.shape[-1:]:
+        return None
+    same = (before[:, None] == last_keys[None, ..., -1, :]).flatten(2).all(-1)  # (texts now, texts before)
+    if same.any(1).all():
         return "one whose texts changed places, as in beam search (num_beams > 1)"
-    if any(_same(before, key) for key in trail.last_keys[:-1]):
+    if (before[..., None, :] == last_keys[..., :-1, :]).movedim(-2, 0).flatten(1).all(1).any():
         return "one that was cut, as in assisted generation and prompt lookup"
     return None
 
@@ -146,10 +152,10 @@ def _reads_again(trail: _Trail, attention: Attention) -> bool:
     if call is None:
         ids = attention.ids
         return trail.ids is not None and ids is not None and torch.equal(ids[:, :-1], trail.ids)
-    if call.mask is None or not trail.last_keys:
+    if call.mask is None or trail.last_keys is None:
         return False
     if not torch.allclose(
-        call.k[:, :, m - 2], trail.last_keys[-1], rtol=1e-3, atol=1e-4
+        call.k[:, :, m - 2], trail.last_keys[..., -1, :], rtol=1e-3, atol=1e-4
     ):  # other sizes round otherwise
         return False
     return not call.mask.block(call.tile(slice(None), slice(0, 1), slice(m - 1, m))).any()
@@ -157,14 +163,6 @@ def _reads_again(trail: _Trail, attention: Attention) -> bool:
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is not None and b is not None and a.shape == b.shape and torch.equal(a, b)
-
-
-def _reordered(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether every item of a batch is another item of the last one."""
-    if a is None or b is None or a.shape != b.shape:
-        return False
-    same = (a[:, None] == b[None]).flatten(2).all(-1)  # (B now, B before)
-    return bool(same.any(1).all())
 
 
 def trimmed(attention: Attention) -> Attention:

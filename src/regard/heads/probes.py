@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_value
+from regard.heads.corpus import evaluating
 from regard.heads.record import Record
 from regard.heads.watch import watch
 
@@ -35,6 +36,8 @@ def repeated(
         )
     if vocabulary <= length:
         raise bad_value("vocabulary", expected=f"more than {length} tokens", received=vocabulary)
+    if first is not None and not 0 <= first < vocabulary:
+        raise bad_value("first", expected=f"a token below {vocabulary}", received=first)
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(batch):
@@ -60,13 +63,8 @@ def induction(
     ids = repeated(_vocabulary(model), length=length, batch=batch, first=first, seed=seed)
     device = next(model.parameters()).device
     measures = ["induction", "duplicate", "previous", "entropy", "on_first", "distance", "offsets", "received"]
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), watch(model, measures=measures) as seen:
-            model(ids.to(device), **options)
-    finally:
-        model.train(training)
+    with evaluating(model), torch.no_grad(), watch(model, measures=measures) as seen:
+        model(ids.to(device), **options)
     return seen
 
 

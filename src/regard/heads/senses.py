@@ -136,7 +136,8 @@ class Senses:
         call = from_sdpa(turn(query), turn(key), turn(value), None if mask is None else turn.mask(mask), **options)
         attention = self._describe(frame, call.shape, call=call)
         attention.out_weight = output_weight(frame.module, call.shape[1], call.v.shape[3])
-        return turn.back(self._told(attention, turn(out)), out)
+        told = self._told(attention, turn(out))
+        return turn.back(told, out) if self.changes else out
 
     def _attend(self, frame: Frame, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         out = attend(q, k, v, **options)

@@ -101,8 +101,8 @@ class Offsets(Measure):
         return plane.new(self.before + 1 + self.after)
 
     def add(self, state: Tensor, strip: Strip, prepared: Any) -> None:
-        for offset, mass in strip.by_offset(self.before, self.after):
-            state[strip.batch, strip.heads, offset + self.before] += mass.sum(-1)
+        offsets = torch.arange(-self.before, self.after + 1, device=strip.weights.device)
+        state[strip.batch, strip.heads] += strip.at(strip.q_positions[..., None] + offsets).sum(2)
 
     def end(self, state: Tensor, seen: Tensor) -> dict[str, Tensor]:
         return {"offsets": state / seen.sum(-1).clamp(min=1)[..., None]}
@@ -112,7 +112,7 @@ class _AtOffset(PerQuery):
     offset: ClassVar[int]
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
-        return strip.at(strip.q_positions + self.offset)
+        return strip.at(strip.q_positions[..., None] + self.offset)[..., 0]
 
 
 class Previous(_AtOffset):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -126,16 +125,18 @@ class Strip:
         return result
 
     def at(self, positions: Tensor) -> Tensor:
-        """The mass on the key that stands at `positions` (1|c, n), one for each query: (c, h, n)."""
+        """The mass on the keys that stand at `positions` (1|c, n, K), K of them for each query: (c, h, n, K)."""
         keys = self.k_positions
         if not self.plane.ascending:
-            return self.where_true(keys[:, None, :] == positions[:, :, None])
+            parts = (self.where_true(keys[:, None, :] == one[:, :, None]) for one in positions.unbind(-1))
+            return torch.stack(list(parts), -1)
         items = max(keys.shape[0], positions.shape[0])
-        keys, positions = (x.expand(items, -1).contiguous() for x in (keys, positions))
-        found = torch.searchsorted(keys, positions).clamp_(max=keys.shape[1] - 1)
-        hit = keys.gather(1, found) == positions  # (1|c, n)
-        index = found[:, None, :, None].expand(*self.weights.shape[:3], 1)
-        return self.weights.gather(-1, index)[..., 0] * hit[:, None]
+        keys = keys.expand(items, -1).contiguous()
+        wanted = positions.expand(items, -1, -1).flatten(1).contiguous()  # (items, n * K)
+        found = torch.searchsorted(keys, wanted).clamp_(max=keys.shape[1] - 1)
+        hit = (keys.gather(1, found) == wanted).view(items, 1, *positions.shape[1:])
+        index = found.view(items, 1, *positions.shape[1:]).expand(*self.weights.shape[:3], -1)
+        return self.weights.gather(-1, index) * hit
 
     def near(self, before: int, after: int) -> tuple[slice, Tensor]:
         """The columns in which keys may stand that are at most `before` before or `after` after a query, and how far
@@ -150,11 +151,6 @@ class Strip:
             last = torch.searchsorted(keys_of, high, right=True).max()
             columns = slice(int(first), int(last))
         return columns, (keys[:, None, columns] - queries[:, :, None])[:, None]
-
-    def by_offset(self, before: int, after: int) -> Iterator[tuple[int, Tensor]]:
-        """Offsets -before ... after, and the mass (c, h, n) of each query on the key that stands there."""
-        for offset in range(-before, after + 1):
-            yield offset, self.at(self.q_positions + offset)
 
 
 class Measure:

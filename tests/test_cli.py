@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from regard import models
+from regard import heads, models
 from regard.cli import app
 from regard.models import loading
 
@@ -94,6 +94,11 @@ def test_generate_draws_the_same_for_a_seed():
 @pytest.mark.parametrize(
     "arguments, words",
     [
+        (["heads"], "text: expected a text, a file, --probe or --treebank"),
+        (["ablate", "a cat", "3-5"], "head: expected layer.head such as 3.5, received '3-5'"),
+        (["ablate", "a cat sat", "99.0"], "heads: expected layers of the model"),
+        (["prune", "x.safetensors"], "heads: expected either heads as layer.head or --count, received none"),
+        (["prune", "x.safetensors", "99.1"], "head: expected a layer below 6, received '99.1'"),
         (["describe", "minilmm"], "did you mean 'minilm'?"),
         (["embed", "x", "-m", "smollm2"], "expected an encoder"),
         (["generate", "x", "-m", "minilm"], "expected a decoder"),
@@ -115,3 +120,63 @@ def test_without_typer_the_command_names_the_extra():
     assert result.returncode == 1
     assert "pip install 'regard[cli]'" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+TREEBANK = "\n".join(
+    f"{i + 1}\t{word}\t_\t{kind}\t_\t_\t{head}\t{relation}\t_\t_"
+    for i, (word, kind, head, relation) in enumerate(
+        [("The", "DET", 2, "det"), ("cat", "NOUN", 3, "nsubj"), ("sat", "VERB", 0, "root"), (".", "PUNCT", 3, "punct")]
+    )
+)
+
+
+def test_heads_names_the_roles_of_a_text_and_of_a_file(tmp_path):
+    text = "The cat that I saw yesterday ran away."
+    out = run("heads", text)
+    assert any(line.split()[:3] == ["blocks.0.attention", "2", "previous"] for line in out.splitlines())
+    (tmp_path / "text.txt").write_text(text)
+    assert run("heads", str(tmp_path / "text.txt")) == out
+    assert run("heads", "-", given=text) == out
+    rows = json.loads(run("heads", text, "--json"))["heads"]
+    assert {"layer", "head", "role", "score", "baseline"} <= rows[0].keys()
+    assert len(json.loads(run("heads", text, "--json", "--all"))["heads"]) == 72
+
+
+def test_heads_keeps_its_record_in_a_file(tmp_path):
+    run("heads", "The cat sat.", "--save", str(tmp_path / "seen.safetensors"))
+    assert len(heads.Record.load(tmp_path / "seen.safetensors")) == 6
+
+
+def test_heads_of_a_text_that_is_longer_than_the_model_reads():
+    assert "of 72 heads have a role" in run("heads", "A cat sat on a mat, and so did I. " * 60)
+
+
+def test_heads_follows_a_treebank(tmp_path):
+    (tmp_path / "few.conllu").write_text(f"{TREEBANK}\n\n" * 120)
+    out = run("heads", "--treebank", str(tmp_path / "few.conllu"))
+    assert "det" in out
+    assert "nsubj" in out
+
+
+def test_ablate_ranks_heads_and_leaves_some_out():
+    lines = run("ablate", "The cat sat on the mat.", "-m", "minilm", "--top", "3").splitlines()
+    assert len(lines) == 5
+    assert lines[2].split()[0].startswith("blocks.")
+    out = run("ablate", "The capital of France is Paris, and that of Italy is", "18.6", "17.3")
+    with_all, without = (float(out.split(" nats")[0] and out.split()[i]) for i in (3, 7))
+    assert with_all != without
+    assert "|" in out
+
+
+def test_prune_writes_a_smaller_model_that_can_be_read_again(tmp_path):
+    file = tmp_path / "small.safetensors"
+    assert "without heads 1, 2" in run("prune", str(file), "0.1", "0.2", "5.3")
+    small = heads.load_pruned(file)
+    assert small.blocks[0].attention.num_heads == 10
+    whole = models.load("minilm", check=False)
+    ids = whole.encode("a cat")
+    with torch.no_grad(), heads.ablate(whole, {0: [1, 2], 5: [3]}):
+        right = whole(ids)
+    with torch.no_grad():
+        torch.testing.assert_close(small(ids), right, rtol=1e-5, atol=1e-5)
+    assert "parameters, now" in run("prune", str(file), "--count", "3", "--text", "A cat sat on a mat.")

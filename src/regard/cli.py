@@ -195,6 +195,7 @@ def ablate(
     check: Check = True,
 ) -> None:
     """Which heads matter to a text, one left out after another; or what happens without some of them."""
+    chosen = _heads_of(head or [])
     loaded, lines = _load(model, dtype, check), [_text(text)]
     decoder = isinstance(loaded, models.Decoder)
     what = "nats per token" if decoder else "1 - cosine with the intact embedding"
@@ -205,7 +206,6 @@ def ablate(
         )
         _out.print(str(lens.Table(found.table()[:top])), markup=False)
         return
-    chosen = _heads_of(head)
     whole, without = lens.effect(loaded, lines, chosen, mode)
     _out.print(f"{what}: {whole:.4f} with all heads, {without:.4f} without {', '.join(head)}")
     if decoder:

@@ -84,14 +84,31 @@ def run(model: nn.Module, batch: Any) -> Any:
 
 
 def is_punctuation(token: str) -> bool:
-    """Whether a token is nothing but punctuation, whatever marks of words its tokenizer puts around it.
+    """Whether a token is nothing but punctuation, whatever marks of words its tokenizer puts around it, and whether it
+    spells characters as they are or as bytes.
 
-    >>> [is_punctuation(t) for t in (",", "##.", "Ġ!", "a.", "[SEP]", "▁")]
-    [True, True, True, False, False, False]
+    >>> [is_punctuation(t) for t in (",", "##.", "Ġ!", "a.", "[SEP]", "▁", "âĢĻ")]
+    [True, True, True, False, False, False, True]
     """
-    for mark in ("##", "Ġ", "▁", "</w>"):
+    token = _of_bytes(token) or token
+    for mark in ("Ġ", "▁", "</w>"):
         token = token.replace(mark, "")
-    return bool(token) and all(unicodedata.category(c)[0] in "PS" for c in token.strip()) and bool(token.strip())
+    token = token.removeprefix("##") or token
+    return bool(token.strip()) and all(unicodedata.category(c)[0] in "PS" for c in token.strip())
+
+
+def _of_bytes(token: str) -> str | None:
+    """What a token says that is spelled in bytes, as GPT-2's are; None for what is none, or a part of a character."""
+    try:
+        return bytes(_BYTES[c] for c in token).decode()
+    except (KeyError, UnicodeDecodeError):
+        return None
+
+
+# Bytes that are printable stand for themselves, the others for what comes from 256 on.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTES = {chr(byte): byte for byte in _PRINTABLE}
+_BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
 
 
 def token_kinds(tokenizer: Any) -> dict[str, list[int]]:
@@ -104,11 +121,15 @@ def token_kinds(tokenizer: Any) -> dict[str, list[int]]:
         raise bad_type("tokenizer", expected="a tokenizer of transformers or tokenizers, or a model that has one",
                        received=type(tokenizer).__name__)  # fmt: skip
     vocabulary: dict[str, int] = tokenizer.get_vocab()
-    special = {token for token in vocabulary if _is_special(token)} | set(getattr(tokenizer, "all_special_tokens", ()))
+    special, by_bytes = _special(tokenizer, vocabulary), "Ġ" in vocabulary
     kinds = {
-        "special": [vocabulary[t] for t in sorted(special) if t in vocabulary],
-        "separator": [vocabulary[t] for t in SEPARATORS if t in vocabulary],
-        "punctuation": sorted(number for token, number in vocabulary.items() if is_punctuation(token)),
+        "special": sorted(vocabulary[token] for token in special if token in vocabulary),
+        "separator": [vocabulary[token] for token in SEPARATORS if token in vocabulary],
+        "punctuation": sorted(
+            number
+            for token, number in vocabulary.items()
+            if token not in special and is_punctuation(token) and (not by_bytes or _of_bytes(token))
+        ),
     }
     return {name: ids for name, ids in kinds.items() if ids}
 
@@ -116,7 +137,18 @@ def token_kinds(tokenizer: Any) -> dict[str, list[int]]:
 SEPARATORS = ("[SEP]", "</s>", "<sep>", "<|im_end|>", "<|endoftext|>", "<eos>")
 
 
-def _is_special(token: str) -> bool:
+def _special(tokenizer: Any, vocabulary: Mapping[str, int]) -> set[str]:
+    """The tokens that a tokenizer calls special; those that look it, where it does not say."""
+    added = getattr(tokenizer, "added_tokens_decoder", None)  # of transformers
+    if added is None and hasattr(tokenizer, "get_added_tokens_decoder"):  # of tokenizers
+        added = tokenizer.get_added_tokens_decoder()
+    if added is None:
+        return {token for token in vocabulary if _looks_special(token)}
+    said = {token.content for token in added.values() if token.special}
+    return said | set(getattr(tokenizer, "all_special_tokens", ()))
+
+
+def _looks_special(token: str) -> bool:
     pairs = (("[", "]"), ("<|", "|>"), ("<", ">"))
     return len(token) > 2 and any(
         token.startswith(a) and token.endswith(b) and token[len(a) : -len(b)].replace("_", "").isalnum()

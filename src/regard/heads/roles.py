@@ -146,9 +146,15 @@ def _scores(layer: Layer, tokens: Any) -> dict[str, tuple[Tensor, float]]:
         profile, even = layer.per_head("offsets"), uniform.per_head("offsets")
         scores["local"] = profile[:, near].sum(1), even[0, near].sum().item()
     if tokens is not None:
+        if not layer.has("received"):
+            raise bad_value("tokens", expected='a record that has measured "received"', received=", ".join(layer.axes))
         for name, columns in _columns(layer, tokens).items():
             scores[name] = _on(layer, columns), _on(uniform, columns)[0].item()
-    return {name: score for name, score in scores.items() if any(rule.name == name for rule in ROLES)}
+    scores = {name: score for name, score in scores.items() if any(rule.name == name for rule in ROLES)}
+    if not scores:
+        raise bad_value("roles", expected="a record with the default measures, or others that tell of roles",
+                        received=", ".join(layer.axes) or "none", remedy="watch(model)")  # fmt: skip
+    return scores
 
 
 def _columns(layer: Layer, tokens: Any) -> dict[str, Tensor]:
@@ -161,7 +167,8 @@ def _columns(layer: Layer, tokens: Any) -> dict[str, Tensor]:
     if not all(isinstance(row, (list, tuple)) and all(isinstance(t, str) for t in row) for row in rows):
         raise bad_type("tokens", expected="a list of words, or a list of lists of them", received=f"{tokens!r:.60}")
     longest = layer.text.total
-    if len(rows) not in (1, layer.text.shape[0]) or any(len(row) > longest for row in rows):
+    alone = layer.text.shape[0] == 1  # (of several texts some are shorter, and padded)
+    if len(rows) not in (1, layer.text.shape[0]) or any(len(r) > longest or (alone and len(r) < longest) for r in rows):
         raise bad_value("tokens", expected=f"{longest} for each of {layer.text.shape[0]} texts",
                         received=f"{[len(row) for row in rows]}")  # fmt: skip
     padded = [[*row, *[""] * (longest - len(row))] for row in rows]

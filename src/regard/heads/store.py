@@ -40,7 +40,10 @@ def load(path: str | PathLike[str]) -> Record:
     """Read a record that `save` wrote: its measures, table and roles are there; `weights` are not."""
     from regard.heads.record import Record
 
-    opened = _safetensors("safe_open")(str(path), framework="pt")
+    try:
+        opened = _safetensors("safe_open")(str(path), framework="pt")
+    except _safetensors("SafetensorError") as error:
+        raise bad_value("path", expected="a file that a record's `save` wrote", received=f"{path} ({error})") from None
     with opened as file:
         said = (file.metadata() or {}).get("regard.record")
         if said is None:
@@ -68,7 +71,7 @@ def _safetensors(name: str) -> Any:
 def _described(layer: Layer) -> dict[str, Any]:
     made = [
         {
-            "measure": type(one).__name__,
+            "measure": type(one).__name__ if type(one) is getattr(measures, type(one).__name__, None) else "",
             "gives": one.gives,
             "options": {k: v for k, v in vars(one).items() if isinstance(v, (int, float, str))},
             **({"names": list(one.names)} if isinstance(one, Tokens) else {}),
@@ -113,6 +116,7 @@ def _layer(said: dict[str, Any], tensors: dict[str, Tensor]) -> Layer:
     values: dict[str, Any] = under("last/")
     if "links.keys" in values:
         values["links"] = TopLinks(values.pop("links.keys"), values.pop("links.weights"))
+    values = {name: values[name] for name in layer.axes if name in values}  # (a file has an order of its own)
     seen = tensors["seen"]
     found = Measurements(values, None, torch.zeros(seen.shape), seen, layer.measures, under("counted/"))
     layer.text = Text((said["batch"], said["heads"]), total=said["keys"])
@@ -134,6 +138,4 @@ def _measure(said: dict[str, Any]) -> Measure:
     kind = getattr(measures, said["measure"], None)
     if kind is Tokens:
         return Tokens({name: [0] for name in said["names"]})
-    if isinstance(kind, type) and issubclass(kind, Measure) and kind.gives == said["gives"]:
-        return kind(**said["options"])
-    return Stored(said["gives"])
+    return Stored(said["gives"]) if kind is None else kind(**said["options"])

@@ -38,6 +38,13 @@ class Attention:
     numbers: Tensor | None = None  # (M,) which tokens its keys are, where it is known
 
     @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        tensor = self.weights if self.call is None else self.call.q
+        assert tensor is not None
+        return tensor.device
+
+    @property
     def keys(self) -> Tensor | None:
         """(..., M, D): keys (or values, of attention by hand) of all texts and heads: by them texts are known again."""
         return self.values if self.call is None else self.call.k

@@ -117,7 +117,7 @@ class Hands:
         the numbers of texts and heads, from which their order will be known."""
         lead = out.shape[:-2]
         axes = (["xy"] if len(lead) == 1 else ["x", "y"]) + ["n", "e"]
-        note = Weighed(torch.arange(lead.numel()).view(*lead, 1, 1), axes, queries=queries)
+        note = Weighed(torch.arange(lead.numel(), device=out.device).view(*lead, 1, 1), axes, queries=queries)
         self._put(out, note)
         return note
 

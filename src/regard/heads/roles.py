@@ -181,4 +181,5 @@ def _columns(layer: Layer, tokens: Any) -> dict[str, Tensor]:
 def _on(layer: Layer, columns: Tensor) -> Tensor:
     """The mean mass (H,) on some keys, from what each key received."""
     received = layer.last()["received"]  # (B, H, M)
+    columns = columns.to(received.device)
     return (received * columns[:, None]).sum((0, 2)) / layer.last_seen().sum((0, 2)).clamp(min=1)

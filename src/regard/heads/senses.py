@@ -150,7 +150,7 @@ class Senses:
         if isinstance(cache, RollingCache):  # the first few tokens, then the last ones
             held, first = call.shape[3], cache.keep_first
             attention.cache = cache
-            attention.numbers = torch.arange(held)
+            attention.numbers = torch.arange(held, device=q.device)
             attention.numbers[first:] += cache.seen - held
         return self._told(attention, out)
 

@@ -111,7 +111,7 @@ class watch(Senses):
         text.total = total
         numbers = attention.numbers
         if numbers is None:
-            numbers = torch.arange(total - m, total)
+            numbers = torch.arange(total - m, total, device=attention.device)
         found = measured(attention, self.measures, text, numbers)
         piece = Piece(n, numbers, found)
         self._remember(text, piece, attention, goes_on)

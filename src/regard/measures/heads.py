@@ -6,6 +6,7 @@ c, h, n, m the same within one strip.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,10 +85,13 @@ class Divergence(Measure):
         if self.smooth:
             weights = (1 - self.smooth) * weights + self.smooth / weights.shape[-1]
             entropies = torch.special.entr(weights).sum(-1)
-        heads = weights.shape[1]
-        for head in range(heads - 1):
-            mixed = torch.special.entr((weights[:, head : head + 1] + weights[:, head + 1 :]).mul_(0.5)).sum(-1)
-            apart = mixed - (entropies[:, head : head + 1] + entropies[:, head + 1 :]) / 2
+        mass = weights.sum(-1)
+        for head in range(weights.shape[1] - 1):
+            one, others = slice(head, head + 1), slice(head + 1, None)
+            # of the mean of two rows, by that of their sum: -sum m/2 ln(m/2) = -1/2 sum m ln m + ln 2 / 2 sum m
+            mixed = torch.special.entr(weights[:, one] + weights[:, others]).sum(-1) / 2
+            mixed += (mass[:, one] + mass[:, others]) * (math.log(2) / 2)
+            apart = mixed - (entropies[:, one] + entropies[:, others]) / 2
             sums = apart.clamp_(min=0).sum(-1)  # (c, heads after this one); rounding may have gone below 0
             state[strip.batch, head, head + 1 :] += sums
             state[strip.batch, head + 1 :, head] += sums

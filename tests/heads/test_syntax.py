@@ -348,7 +348,7 @@ def test_parts_of_a_model_are_in_the_mode_they_were_in() -> None:
     model = new_model().train()
     model.blocks[0].eval()
     modes = [module.training for module in model.modules()]
-    with room._evaluating(model):
+    with room.evaluating(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == modes
 

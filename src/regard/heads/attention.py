@@ -63,20 +63,20 @@ def evened(attention: Attention) -> Attention:
     """The same with one head, whose weights are equal on all keys that may be seen: what a head without a mind does."""
     if attention.call is None:
         assert attention.weights is not None
-        seen = (attention.weights > 0).any(1, keepdim=True).to(attention.weights.dtype)
+        seen = (attention.weights > 0).any(1, keepdim=True).float()
         return replace(attention, weights=seen / seen.sum(-1, keepdim=True).clamp(min=1))
     call = attention.call
     mask = call.mask
     if mask is not None and not mask.shared_by_heads():
         mask = Keep(mask.block(call.whole())[:, :1])
-    q, k = (x.new_zeros(x.shape[0], 1, x.shape[2], 1) for x in (call.q, call.k))
+    q, k = (x.new_zeros(x.shape[0], 1, x.shape[2], 1, dtype=call.dtype) for x in (call.q, call.k))
     even = replace(call, q=q, k=k, v=k, scale=1.0, softcap=None, biases=(), sinks=None, dropout=None, mask=mask)
     return replace(attention, call=even)
 
 
 def with_additive_mask(mask: Tensor) -> dict[str, Any]:
     """`mask` and `bias` of `attend` for a mask that is boolean (True sees), or added to the scores. What adds -inf, or
-    the lowest numbers of its dtype, hides; a row that would add it everywhere sees nothing.
+    numbers as low as -1e4, hides; a row that would add it everywhere sees nothing.
 
     >>> with_additive_mask(torch.tensor([[0.0, float("-inf")]]))
     {'mask': Keep([[[True, False]]]), 'bias': None}
@@ -87,7 +87,7 @@ def with_additive_mask(mask: Tensor) -> dict[str, Any]:
         mask = mask[None]
     if mask.dtype is torch.bool:
         return {"mask": Keep(mask), "bias": None}
-    visible = mask > torch.finfo(mask.dtype).min / 2
+    visible = mask > -9e3  # -1e4, -1e9, -inf and the lowest number are all in use; no bias is so low where it matters
     added = mask.masked_fill(~visible, 0.0)
     return {
         "mask": None if visible.all() else Keep(visible),
@@ -157,9 +157,12 @@ def output_weight(module: nn.Module, heads: int, width: int) -> Tensor | None:
     for name in ("out_proj", "o_proj", "c_proj", "dense", "out_lin", "o"):
         projection = getattr(module, name, None)
         weight = getattr(projection, "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2:
+        if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
             continue
-        weight = weight.detach().mT if type(projection).__name__ == "Conv1D" else weight.detach()
+        turned = type(projection).__name__ == "Conv1D"
+        if not turned and (not isinstance(projection, nn.Linear) or list(projection.children())):
+            return None  # adapters, quantisation: what it computes is not its weight
+        weight = weight.detach().mT if turned else weight.detach()
         if weight.shape[1] == heads * width:
             return weight
     return None

@@ -132,6 +132,9 @@ def _end(model: nn.Module) -> tuple[nn.Module, nn.Module]:
     if after or getattr(getattr(model, "config", None), "order", None) == "post":
         raise bad_value("model", expected="heads that add to the stream as they are",
                         received="norms between heads and stream")  # fmt: skip
+    scaled = getattr(getattr(model, "config", None), "residual_multiplier", 1.0)
+    if scaled != 1.0:
+        raise bad_value("model", expected="heads that add to the stream as they are", received=f"scaled by {scaled}")
     assert unembedding is not None
     return norm, unembedding
 

@@ -45,7 +45,9 @@ def watch_all(
     if isinstance(batches, (str, Mapping)):
         raise bad_type("batches", expected="several, one after another", received=f"one {type(batches).__name__}",
                        remedy="a list of it")  # fmt: skip
-    with evaluating(model), watch(model, measures=measures, layers=layers) as seen, torch.no_grad():
+    watching = watch(model, measures=measures, layers=layers)
+    watching.places.rereads = False  # a text that begins as the last one did is a text of its own
+    with evaluating(model), watching as seen, torch.no_grad():
         for batch in track(batches, "watching", progress):
             run(model, batch)
     return seen

@@ -21,7 +21,7 @@ __all__ = ["Frame", "Frames"]
 # Arguments by which modules are handed what they attend to, if it is not their own input.
 _OTHERS = ("encoder_hidden_states", "key_value_states", "cross_attention_states", "memory", "context", "key", "source",
            "y", "kv", "keys", "x_kv", "key_value", "enc_output", "encoder_out", "encoder_output", "other")  # fmt: skip
-_NOT_TOKENS = ("mask", "position", "type", "label", "length", "cache", "index", "indices")
+_NOT_TOKENS = ("mask", "pos", "type", "label", "length", "cache", "index", "indices", "seg", "doc", "seq", "step")
 
 
 @dataclass
@@ -58,6 +58,11 @@ class Frame:
             return None
         others = [other for name in known if isinstance(other := self.given(name), Tensor)]
         return any(not same_input(first, other) for other in others)
+
+    def is_handed_heads(self) -> bool:
+        """Whether its inputs are queries, keys and values of heads: it knows nothing of where they come from."""
+        given = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+        return sum(x.dim() == 4 for x in given) >= 3
 
     def token_ids(self) -> list[Tensor]:
         """Integer inputs (B, n) that may be token ids."""
@@ -104,13 +109,15 @@ class Frames:
     on_failure: Callable[[], None] | None = None  # an outermost call raised
 
     def __post_init__(self) -> None:
-        self.names = {module: name or type(module).__name__ for name, module in self.root.named_modules()}
-        self.thread = threading.get_ident()
+        self.modules = [module for _, module in self.root.named_modules()]
+        self.names = {id(module): name or type(module).__name__ for name, module in self.root.named_modules()}
+        self.thread = 0
         self.handles: list[Any] = []
 
     def install(self) -> None:
-        """Hook into every module below the root that can be."""
-        for module in self.names:
+        """Hook into every module below the root that can be; of this thread's calls."""
+        self.thread = threading.get_ident()
+        for module in self.modules:
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # compiled for good: nothing can be seen inside
             self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -129,9 +136,11 @@ class Frames:
             return
         if in_backward():
             return
+        if module is self.root:
+            self.stack.clear()  # what an interrupt left behind
         if not self.stack:
             self.forwards += 1
-        self.stack.append(Frame(module, self.names[module], args, kwargs))
+        self.stack.append(Frame(module, self.names[id(module)], args, kwargs))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if threading.get_ident() != self.thread or in_backward():
@@ -156,6 +165,11 @@ class Frames:
             if module is None or frame.module is module:
                 return frame
         return None
+
+    def parent(self, frame: Frame) -> Frame | None:
+        """The call that made this one."""
+        at = next((i for i, one in enumerate(self.stack) if one is frame), 0)
+        return self.stack[at - 1] if at else None
 
     def sizes(self) -> list[tuple[int, int]]:
         """What the inputs of the calls in progress say of (B, N), innermost first."""

@@ -14,6 +14,7 @@ Letters: B batch, H heads, N queries, M keys, E head width of v.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +93,9 @@ def batch_of(queries: int, sizes: Sequence[tuple[int, int]]) -> int | None:
     return None
 
 
+LOW = -9e3  # what people hide keys by is -1e4, -1e9, -inf or the lowest number; no score is so low
+
+
 class Hands:
     """Follows the torch functions of one thread. Notes are its own: another one's are not seen."""
 
@@ -100,6 +104,14 @@ class Hands:
     def __init__(self) -> None:
         Hands._made += 1
         self.key = f"_regard_note_{Hands._made}"
+        self.noted: dict[int, weakref.ref[Tensor]] = {}
+
+    def clear(self) -> None:
+        """Take every note back: a tensor that lives on shall be as it was."""
+        for tensor in [reference() for reference in self.noted.values()]:
+            if tensor is not None:
+                vars(tensor).pop(self.key, None)
+        self.noted.clear()
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Weighed | None:
         """Follow one torch function. Gives a `Weighed` where attention was computed, or more became known of it."""
@@ -131,6 +143,8 @@ class Hands:
     def _put(self, x: Any, note: Softmaxed | Logged | Projected | Weighed) -> None:
         if isinstance(x, Tensor):
             setattr(x, self.key, note)
+            number = id(x)
+            self.noted[number] = weakref.ref(x, lambda _: self.noted.pop(number, None))
 
     # From scores to weights
 
@@ -141,9 +155,11 @@ class Hands:
         axis = dim if dim < 0 else dim - out.dim()
         scores, weights = kwargs.get("input", next(iter(args), None)), out.detach()
         # Masks of the lowest number everywhere make a row of equal weights: it sees nothing.
-        if not isinstance(scores, Tensor) or isinstance(self.note(scores), Projected):
+        if not isinstance(scores, Tensor) or not scores.is_floating_point():
+            return
+        if isinstance(self.note(scores), Projected):
             return  # a projection, softmaxed as it is: a classifier or a gate
-        blind = scores.detach().amax(axis, keepdim=True) <= torch.finfo(scores.dtype).min / 2
+        blind = scores.detach().amax(axis, keepdim=True) <= LOW
         self._put(out, Softmaxed(weights.masked_fill(blind, 0.0) if blind.any() else weights, axis))
 
     def _linear(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -164,7 +180,7 @@ class Hands:
     def _cast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Dropout and changes of dtype: the weights are what they were before."""
         note = self._first(args)
-        if isinstance(note, (Softmaxed, Weighed)) and isinstance(out, Tensor) and out.shape == args[0].shape:
+        if note is not None and isinstance(out, Tensor) and out.shape == args[0].shape:
             self._put(out, note)
 
     def _shape(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Weighed | None:
@@ -172,6 +188,8 @@ class Hands:
         note = self._first(args)
         if isinstance(note, Weighed):
             return self._moved(note, func, args, kwargs, out)
+        if isinstance(note, Projected):
+            self._put(out, note)
         if isinstance(note, Softmaxed) and isinstance(out, Tensor):
             axis = note.axis
             if func in _ORDERS:
@@ -196,6 +214,8 @@ class Hands:
         ):
             left, right = right, left
         note = self.note(left)
+        if isinstance(note, Projected) and not isinstance(right, Tensor):
+            self._put(out, note)
         if isinstance(note, Softmaxed) and isinstance(out, Tensor) and out.shape == note.weights.shape:
             right = right.detach() if isinstance(right, Tensor) else right
             with torch.no_grad():

@@ -41,7 +41,8 @@ def start(looker: Looker) -> None:
         _ORIGINAL.append(original)
 
         def get_interface(self: Any, attn_implementation: str, default: Function) -> Function:
-            return _wrapper(attn_implementation, original(self, attn_implementation, default))
+            function = original(self, attn_implementation, default)
+            return _wrapper("eager" if function is default else attn_implementation, function)
 
         interface.get_interface = get_interface
     _LOOKERS.append(looker)
@@ -57,7 +58,8 @@ def stop(looker: Looker) -> None:
 
 def _interface() -> Any:
     """transformers' class, if it was imported: a model of it cannot be there otherwise."""
-    return getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+    interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
+    return interface if hasattr(interface, "get_interface") else None  # (before version 5: the other senses see it)
 
 
 def _wrapper(name: str, original: Function) -> Function:

@@ -17,7 +17,7 @@ from torch import Tensor
 from regard.errors import bad_value
 from regard.heads.attention import Attention
 from regard.kernels import Call
-from regard.masks import Keep
+from regard.masks import Keep, conjuncts
 from regard.positions import DenseBias
 
 __all__ = ["Place", "Places", "trimmed"]
@@ -53,6 +53,7 @@ class Places:
 
     def __init__(self, strict: bool = True) -> None:
         self.strict = strict
+        self.rereads = True  # whether a text that begins as the last one does is the last one, read again
         self.trails: dict[str, _Trail] = {}
         self.forward = -1
         self.counts: dict[str, int] = {}  # attentions of each module within this outermost call
@@ -76,7 +77,7 @@ class Places:
                 return Place(_named(base, k), True, False, total)
         self.counts[base] = number + 1
         name = _named(base, number)
-        again = name in self.trails and _reads_again(self.trails[name], attention)
+        again = self.rereads and name in self.trails and _reads_again(self.trails[name], attention)
         total = m if attention.numbers is None else int(attention.numbers[-1]) + 1
         trail = _Trail(attention.kind, (batch, heads), total, attention.cache)
         self.trails[name] = self._trail(attention, total, trail)
@@ -180,6 +181,8 @@ def trimmed(attention: Attention) -> Attention:
         return replace(attention, weights=attention.weights[..., :last], values=values)
     if call.mask is None or call.key_positions is not None or call.q_start != m - n:
         return attention
+    if not any(isinstance(part, Keep) for part in conjuncts(call.mask)):
+        return attention  # a cache of fixed size comes with a tensor that says how far it is filled
     visible = call.mask.block(call.whole())  # (1|B, 1|H, 1|N, 1|M)
     last = _last(visible.expand(*visible.shape[:3], m))
     return attention if last == m or last < n else replace(attention, call=_first_keys(call, visible, last))

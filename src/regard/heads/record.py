@@ -22,7 +22,7 @@ from regard.attention import look
 from regard.errors import bad_type, bad_value
 from regard.heads.attention import Attention
 from regard.kernels import Call, reference
-from regard.masks import Keep
+from regard.masks import Keep, Padding, conjuncts
 from regard.measures import Measure, Measurements, Plane, Strip, Survey, TopLinks, rollout
 from regard.positions import DenseBias
 
@@ -37,11 +37,23 @@ class Piece:
     and what was measured."""
 
     queries: int
-    numbers: Tensor  # (M,)
+    runs: list[slice]  # of numbers
     found: Measurements
+    padding: Tensor | None = None  # (B, 1, N): queries that are none, where there are some
     call: Call | None = None  # with neither k nor v, if it was kept and `Text.keys` have them
     weights: Tensor | None = None  # (B, H, N, M) if it was kept and the model wrote attention by hand
     output: Tensor | None = None  # (B, H, N, E) if it was kept
+
+    @property
+    def numbers(self) -> Tensor:
+        """Which tokens of the whole text its keys are: (M,)"""
+        device = self.found.seen.device
+        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs or [slice(0, 0)]])
+
+    @property
+    def counted(self) -> Tensor:
+        """Which queries count in means, (B, H, N): those that see a key, but for padding."""
+        return self.found.seen if self.padding is None else self.found.seen & ~self.padding
 
 
 @dataclass
@@ -53,6 +65,21 @@ class Text:
     total: int = 0  # keys so far, those that were dropped from a cache included
     ids: Tensor | None = None  # (1|B, total)
     keys: list[Tensor] = field(default_factory=list)  # kept: (B, G, m, D), each key once
+    by_key: dict[str, Tensor] = field(default_factory=dict)  # sums of all pieces so far, where there are several
+
+    def add(self, piece: Piece, axes: dict[str, str]) -> None:
+        """One more piece. What it gave to each key is added up at once: kept by pieces it would grow by the square."""
+        self.pieces.append(piece)
+        if len(self.pieces) == 1:
+            return
+        for name in [name for name, axis in axes.items() if axis == "key" and name in piece.found.values]:
+            for one in self.pieces if len(self.pieces) == 2 else [piece]:
+                total = one.found.values[name].new_zeros(*one.found.values[name].shape[:2], self.total)
+                if name in self.by_key:
+                    total[..., : self.by_key[name].shape[-1]] = self.by_key[name]
+                total[..., one.numbers] += one.found.values[name]
+                self.by_key[name] = total
+            piece.found = replace(piece.found, values={k: v for k, v in piece.found.values.items() if k != name})
 
     @property
     def queries(self) -> int:
@@ -121,6 +148,15 @@ class Layer:
         assert self.text is not None
         return torch.cat([piece.found.seen for piece in self.text.pieces], 2)
 
+    def last_padding(self) -> Tensor | None:
+        """Which queries (B, 1, N) of the last text are padding, where some are."""
+        assert self.text is not None
+        parts = [piece.padding for piece in self.text.pieces]
+        if all(part is None for part in parts):
+            return None
+        blank = [piece.found.seen.new_zeros(self.text.shape[0], 1, piece.queries) for piece in self.text.pieces]
+        return torch.cat([b if p is None else p.expand_as(b) for p, b in zip(parts, blank, strict=True)], 2)
+
     def last_counted(self) -> dict[str, Tensor]:
         """The same for measures that count fewer queries."""
         assert self.text is not None
@@ -129,8 +165,9 @@ class Layer:
 
     @property
     def count(self) -> Tensor:
-        """How many queries (H,) saw a key, in all texts."""
-        return self.last_seen().sum((0, 2)) + self.before.get("", 0)
+        """How many queries (H,) the means are taken over, in all texts: those that saw a key, but for padding."""
+        assert self.text is not None
+        return torch.cat([piece.counted for piece in self.text.pieces], 2).sum((0, 2)) + self.before.get("", 0)
 
     @property
     def counts(self) -> dict[str, Tensor]:
@@ -166,8 +203,8 @@ class Layer:
             state[name] = dict(state[name])
         if self.text is not None:
             state["text"] = copy(self.text)
-            for name in ("pieces", "keys"):
-                setattr(state["text"], name, list(getattr(self.text, name)))
+            for name in ("pieces", "keys", "by_key"):
+                setattr(state["text"], name, copy(getattr(self.text, name)))
         if self.uniform is not None:
             state["uniform"] = (self.uniform, self.uniform.snapshot())
         return state
@@ -264,7 +301,8 @@ class Layer:
             wide[..., piece.numbers[inside] - cols.start] = block[..., inside]
             blocks.append(wide)
         if not blocks:
-            return torch.zeros(len(range(text.shape[0])[items]), len(heads), 0, cols.stop - cols.start)
+            like = text.pieces[0].found.lse
+            return like.new_zeros(len(range(text.shape[0])[items]), len(heads), 0, cols.stop - cols.start)
         return torch.cat(blocks, 2)
 
     def __repr__(self) -> str:
@@ -303,7 +341,13 @@ class Record:
         return iter(self.by_name.values())
 
     def __contains__(self, layer: object) -> bool:
-        return layer in self.by_name
+        """Whether `seen[layer]` is there."""
+        if isinstance(layer, Layer):
+            return any(layer is one for one in self)
+        try:
+            return isinstance(self[layer], Layer)  # type: ignore[index]
+        except (KeyError, IndexError, TypeError):
+            return False
 
     def __repr__(self) -> str:
         kinds = [layer.kind for layer in self]
@@ -350,6 +394,30 @@ class Record:
         return load(path)
 
 
+def padding(attention: Attention) -> Tensor | None:
+    """Which queries (B, 1, N) are padding: those that may not see themselves, where others may; None where all may."""
+    _, _, n, m = attention.shape
+    if attention.kind != "self" or n > m or not n:
+        return None
+    if attention.call is None:
+        assert attention.weights is not None
+        hidden = (attention.weights != 0).any(2).any(1)[:, None, m - n :].logical_not() if n == m else None
+    else:
+        hidden = None
+        for part in conjuncts(attention.call.mask):
+            if isinstance(part, Padding):
+                own = ~part.block(attention.call.tile(slice(None), slice(0, 1), slice(m - n, m)))[:, :, 0]
+            elif isinstance(part, Keep) and part.tensor.shape[2] == n and part.tensor.shape[3] == m:
+                own = part.tensor if part.sense else ~part.tensor
+                own = ~own.diagonal(m - n, 2, 3).any(1, keepdim=True)
+            else:
+                continue
+            hidden = own if hidden is None else hidden | own
+    if hidden is None or not hidden.any() or hidden.all():
+        return None
+    return hidden
+
+
 def measured(attention: Attention, measures: list[Measure], text: Text, numbers: Tensor) -> Measurements:
     """What some measures find in one attention, whose keys are tokens `numbers` (M,) of the whole text."""
     batch, _, n, m = attention.shape
@@ -386,9 +454,10 @@ def measured(attention: Attention, measures: list[Measure], text: Text, numbers:
     usable = [one for one in usable if not one.needs_out_weight]  # no values are known
     known.pop("out_weight")
     plane = Plane(batch, weights.shape[1], n, m, queries, columns, dtype, numbers=numbers, **known)
-    survey = Survey(usable, plane)
     everything = (slice(0, batch), slice(0, weights.shape[1]), slice(0, n), [slice(0, m)])
-    survey.add(Strip(plane, *everything, weights=weights, mass=weights.sum(-1)))
+    with torch.autocast(weights.device.type, enabled=False):
+        survey = Survey(usable, plane)
+        survey.add(Strip(plane, *everything, weights=weights, mass=weights.sum(-1)))
     return survey.result(None, torch.zeros(weights.shape[:3], dtype=dtype, device=weights.device))
 
 
@@ -400,16 +469,14 @@ def joined(text: Text, measures: list[Measure]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for one in measures:
         for name, axis in one.gives.items():
+            if axis == "key":
+                result |= {name: text.by_key[name]} if name in text.by_key else {}
+                continue
             parts: list[Any] = [piece.found.values.get(name) for piece in pieces]
             if any(part is None for part in parts):
                 continue
             if axis == "query":
                 result[name] = _joined_links(parts) if name == "links" else torch.cat(parts, 2)
-            elif axis == "key":
-                total = parts[0].new_zeros(*text.shape, text.total)
-                for piece, part in zip(pieces, parts, strict=True):
-                    total[..., piece.numbers] += part
-                result[name] = total
             elif axis == "mean":
                 counts = [piece.found.seen.sum(2) for piece in pieces]
                 total = sum(part * count[..., None] for part, count in zip(parts, counts, strict=True))
@@ -440,9 +507,7 @@ def _maps(text: Text, measures: list[Measure]) -> dict[str, Any]:
             own = slice(row, min(row + step, piece.queries))
             weights = _weights(piece, keys, slice(None), list(range(heads)), own).to(dtype)
             where = slice(at + own.start, at + own.stop)
-            strip = Strip(
-                plane, slice(0, batch), slice(0, heads), where, _runs(piece.numbers), weights, weights.sum(-1)
-            )
+            strip = Strip(plane, slice(0, batch), slice(0, heads), where, piece.runs, weights, weights.sum(-1))
             survey.add(strip)
         at += piece.queries
     return survey.result(None, first.found.lse).values
@@ -455,11 +520,11 @@ def _weights(piece: Piece, keys: Tensor | None, items: slice, heads: list[int], 
     call = piece.call
     assert call is not None
     k = call.k if keys is None or call.k.shape[2] else keys[:, :, piece.numbers]
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(k.device.type, enabled=False):
         return reference.weights(cut(replace(call, k=k, v=k), items, heads, rows))[0]
 
 
-def _runs(numbers: Tensor) -> list[slice]:
+def runs(numbers: Tensor) -> list[slice]:
     """Rising numbers as runs of neighbours."""
     breaks = ((numbers[1:] - numbers[:-1]) != 1).nonzero().flatten().add(1).tolist()
     ends = [0, *breaks, numbers.numel()]
@@ -514,6 +579,7 @@ def _joined_links(parts: list[TopLinks]) -> TopLinks:
 def _sums(text: Text, measures: list[Measure], values: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
     """Of one text, what means over several are made of: the sum (H, ...) and the count (H,) of each measure."""
     seen = torch.cat([piece.found.seen for piece in text.pieces], 2)
+    real = torch.cat([piece.counted for piece in text.pieces], 2)
     queries, items = seen.sum((0, 2)), torch.full((text.shape[1],), text.shape[0], device=seen.device)
     result = {}
     for one in measures:
@@ -522,9 +588,9 @@ def _sums(text: Text, measures: list[Measure], values: dict[str, Any]) -> dict[s
                 continue
             value = values[name]
             if axis == "query":
-                counted = seen
+                counted = real
                 if name in text.pieces[0].found.counts:
-                    counted = torch.cat([piece.found.counts[name] for piece in text.pieces], 2)
+                    counted = real & torch.cat([piece.found.counts[name] for piece in text.pieces], 2)
                 weight = counted.view(*counted.shape, *[1] * (value.dim() - 3))
                 result[name] = (value * weight).sum((0, 2)), counted.sum((0, 2))
             elif axis == "mean":

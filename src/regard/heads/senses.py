@@ -13,6 +13,9 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 
 from __future__ import annotations
 
+import math
+import sys
+import threading
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal
@@ -65,14 +68,15 @@ class Senses:
     # Beginning and end
 
     def __enter__(self) -> Any:
-        self._stack = ExitStack()
-        self.frames.install()
-        self._stack.callback(self.frames.remove)
-        huggingface.start(self)
-        self._stack.callback(huggingface.stop, self)
-        # What was compiled runs as it was written, for as long as somebody looks: compiled code shows nothing.
-        self._stack.enter_context(torch.compiler.set_stance("force_eager"))
-        self._stack.enter_context(_Mode(self))
+        with ExitStack() as stack:  # if a step raises, those before it are taken back
+            stack.callback(self.frames.remove)
+            self.frames.install()
+            huggingface.start(self)
+            stack.callback(huggingface.stop, self)
+            _eagerly.start()
+            stack.callback(_eagerly.stop)
+            stack.enter_context(_Mode(self))
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(
@@ -80,12 +84,16 @@ class Senses:
     ) -> None:
         self._stack.close()
         self.pending.clear()
+        self.hands.clear()
 
     # Names
 
     def _describe(self, frame: Frame, shape: tuple[int, ...], **known: Any) -> Attention:
-        return Attention(layer=frame.name, module=frame.module, forward=self.frames.forwards, kind=_kind(frame, shape),
-                         ids=self.frames.ids(shape[0], shape[2]), **known)  # fmt: skip
+        kind = _kind(frame, self.frames.parent(frame), shape)
+        attention = Attention(frame.name, frame.module, self.frames.forwards, kind, **known)
+        ids = self.frames.ids(shape[0], shape[2])
+        attention.ids = None if ids is None else ids.to(attention.device)
+        return attention
 
     # Sense 1: torch's own functions, and ours
 
@@ -155,7 +163,11 @@ class Senses:
         return self._told(attention, out)
 
     def _multi_head(self, frame: Frame, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        out, weights = F.multi_head_attention_forward(*args, **kwargs)
+        if self.changes:  # the heads' outputs are computed below, where outer senses see them, once
+            with torch._C.DisableTorchFunction():
+                out, weights = F.multi_head_attention_forward(*args, **kwargs)
+        else:
+            out, weights = F.multi_head_attention_forward(*args, **kwargs)
         with torch.no_grad():
             operands = functional_operands(*args, **kwargs)
             q, k, v = (x.detach() for x in operands[:3])
@@ -201,12 +213,18 @@ class Senses:
                             remedy='model.set_attn_implementation("sdpa")')  # fmt: skip
         with torch.no_grad(), torch._C.DisableTorchFunction():
             call = from_huggingface(module, query, key, value, mask, eager=name == "eager", **kwargs)
-        if name == "eager" and _may_skip_weights(call, kwargs):
+        if name == "eager" and self._may_skip_weights(call, kwargs):
             sinks = kwargs.get("s_aux")
             sinks = None if sinks is None else sinks.flatten().to(query.dtype)
-            bias = [b.weight for b in call.biases] or None
-            out = attend(query, key, value, mask=call.mask, bias=bias, positions=call.q_start, scale=call.scale,
-                         softcap=call.softcap, sinks=sinks)  # fmt: skip
+            learned = kwargs.get("position_bias")  # as the model gave it: `call` has it without gradient
+            bias = [b.weight for b in call.biases[0 if learned is None else 1 :]]
+            bias += [] if learned is None else [learned[..., : key.shape[2]]]
+            self.busy = True  # it is told of below, not by `attend`
+            try:
+                out = attend(query, key, value, mask=call.mask, bias=bias or None, positions=call.q_start,
+                             scale=call.scale, softcap=call.softcap, sinks=sinks)  # fmt: skip
+            finally:
+                self.busy = False
             result: Any = (out.transpose(1, 2).contiguous(), None)
         else:
             self.busy = True
@@ -221,6 +239,15 @@ class Senses:
         out, *rest = result  # out (B, N, H, E)
         changed = self._told(attention, out.transpose(1, 2)).transpose(1, 2)
         return (changed, *rest) if self.changes else result
+
+    def _may_skip_weights(self, call: Call, kwargs: dict[str, Any]) -> bool:
+        """Whether a large plane of weights need not be built: by a model that no function of transformers but the eager
+        one can serve (softcap, sinks), where nobody asked for the weights."""
+        if math.prod(call.shape) < LARGE or (call.softcap is None and call.sinks is None) or kwargs.get("dropout"):
+            return False
+        asked = any(frame.kwargs.get("output_attentions") for frame in self.frames.stack)
+        config = getattr(self.frames.root, "config", None)
+        return not (asked or kwargs.get("output_attentions") or getattr(config, "output_attentions", False))
 
     # Sense 3: by hand
 
@@ -254,6 +281,7 @@ class Senses:
             if note.about is not None:
                 call = note.about(weights[..., 0, 0])
                 attention = self._describe(frame, call.shape, call=call, output=output)
+                attention.out_weight = output_weight(frame.module, call.shape[1], call.v.shape[3])
                 self.see(attention)
                 return attention
             attention = self._describe(frame, tuple(weights.shape), weights=weights, output=output)
@@ -279,6 +307,29 @@ def _untold(layer: str, note: Weighed) -> ValueError:
                      received=f"weights of shape {tuple(note.weights.shape)}")  # fmt: skip
 
 
+class _Eagerly:
+    """What was compiled runs as it was written, for as long as somebody looks: compiled code shows nothing. The stance
+    is one for the whole process, so those who look are counted."""
+
+    def __init__(self) -> None:
+        self.lock, self.count, self.stance = threading.Lock(), 0, ExitStack()
+
+    def start(self) -> None:
+        with self.lock:
+            self.count += 1
+            if self.count == 1 and "torch._dynamo" in sys.modules:  # else nothing was compiled
+                self.stance.enter_context(torch.compiler.set_stance("force_eager"))
+
+    def stop(self) -> None:
+        with self.lock:
+            self.count -= 1
+            if not self.count:
+                self.stance.close()
+
+
+_eagerly = _Eagerly()
+
+
 class _Mode(TorchFunctionMode):
     """Hands every torch function to the senses. (Within its own handler it is off.)"""
 
@@ -296,18 +347,13 @@ _INTERESTING = {*FUNCTIONS, F.scaled_dot_product_attention, F.multi_head_attenti
 _HF_NAMES = ("query", "key", "value", "attention_mask")
 
 
-def _kind(frame: Frame, shape: tuple[int, ...]) -> Literal["self", "cross"]:
+def _kind(frame: Frame, parent: Frame | None, shape: tuple[int, ...]) -> Literal["self", "cross"]:
     elsewhere = frame.looks_elsewhere()
+    if elsewhere is None and frame.is_handed_heads() and parent is not None:
+        elsewhere = parent.looks_elsewhere()
     if elsewhere is not None:
         return "cross" if elsewhere else "self"
     return "self" if shape[2] <= shape[3] else "cross"
-
-
-def _may_skip_weights(call: Call, kwargs: dict[str, Any]) -> bool:
-    """Whether nobody could tell that a large plane of weights was never built."""
-    return call.shape[0] * call.shape[1] * call.shape[2] * call.shape[3] >= LARGE and not (
-        kwargs.get("dropout") or kwargs.get("output_attentions")
-    )
 
 
 def _unclear(query: Tensor, key: Tensor, turn: _Turn) -> bool:

@@ -98,6 +98,9 @@ def _tensors(layer: Layer) -> dict[str, Tensor]:
         else:
             found[f"last/{name}"] = value
     found["seen"] = layer.last_seen()
+    padding = layer.last_padding()
+    if padding is not None:
+        found["padding"] = padding
     found |= {f"counted/{name}": counted for name, counted in layer.last_counted().items()}
     found |= {f"sum/{name}": total for name, total in layer.sums.items()}
     found |= {f"count/{name}": torch.as_tensor(count) for name, count in layer.before.items()}
@@ -120,7 +123,8 @@ def _layer(said: dict[str, Any], tensors: dict[str, Tensor]) -> Layer:
     seen = tensors["seen"]
     found = Measurements(values, None, torch.zeros(seen.shape), seen, layer.measures, under("counted/"))
     layer.text = Text((said["batch"], said["heads"]), total=said["keys"])
-    layer.text.pieces.append(Piece(said["queries"], torch.arange(said["keys"]), found))
+    padding = tensors.get("padding")
+    layer.text.pieces.append(Piece(said["queries"], [slice(0, said["keys"])], found, padding))
     layer.texts, layer.sums, layer.before = said["texts"], under("sum/"), under("count/")
     if "uniform" in said:
         layer.uniform = _layer(said["uniform"], under("uniform/"))

@@ -21,7 +21,6 @@ import inspect
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value
 from regard.heads import treebank
+from regard.heads.corpus import evaluating
 from regard.heads.progress import track
 from regard.heads.treebank import Sentence
 
@@ -540,18 +540,6 @@ def _shuffled(model: nn.Module, seed: int) -> nn.Module:
     return made
 
 
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode, and each of its parts as it was afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
 def _longest(model: nn.Module, tokenizer: Any) -> float:
     """How many pieces a model reads at once."""
     config = getattr(model, "config", None)
@@ -648,7 +636,7 @@ def syntax(
         texts += [_read(tokenizer, passage, _coreferences(_mention_heads(passage))) for passage in passages]
         halves += _halves(len(passages), seed)
     batches = _batches(texts, batch_size)
-    with _evaluating(model):
+    with evaluating(model):
         heads, trained = _counted(model, texts, halves, track(batches, "heads", progress))
         random = _shuffled(model, seed)
     _, shuffled = _counted(random, texts, halves, track(batches, "heads, shuffled", progress))

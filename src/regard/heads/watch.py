@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from regard.errors import bad_type, bad_value
 from regard.heads.attention import Attention, evened
 from regard.heads.places import Places, trimmed
-from regard.heads.record import Layer, Piece, Record, Text, measured
+from regard.heads.record import Layer, Piece, Record, Text, measured, padding, runs
 from regard.heads.senses import Senses
+from regard.masks import Mask
 from regard.measures import MeasureLike, as_measures
 from regard.measures.survey import DEFAULT
 
@@ -113,7 +114,7 @@ class watch(Senses):
         if numbers is None:
             numbers = torch.arange(total - m, total, device=attention.device)
         found = measured(attention, self.measures, text, numbers)
-        piece = Piece(n, numbers, found)
+        piece = Piece(n, runs(numbers), found, padding(attention))
         self._remember(text, piece, attention, goes_on)
         if layer.uniform is None:
             layer.uniform = Layer(name, attention.kind, self.baselines)
@@ -124,19 +125,25 @@ class watch(Senses):
         self, uniform: Layer, attention: Attention, text: Text, numbers: Tensor, goes_on: bool, again: bool
     ) -> None:
         """What equal weights on all visible keys would give. Layers that have a mask in common share it."""
-        ids = None if attention.ids is None else id(attention.ids)
-        mask = None if attention.call is None else id(attention.call.mask)
+        ids = None if attention.ids is None else attention.ids.data_ptr()
+        mask = None if attention.call is None else _known_by(attention.call.mask)
         key = (attention.forward, mask, attention.shape[0], *attention.shape[2:], int(numbers.sum()), ids)
         if mask is None or key not in self.known:
             if len(self.known) > 8:
                 self.known.clear()
             equal = measured(evened(attention), self.baselines, text, numbers)
-            self.known[key] = equal, attention  # (which keeps the mask alive, so that its id is its own)
+            self.known[key] = equal, attention  # (which keeps the mask alive, so that its place in memory is its own)
         own = uniform.text if goes_on else None
         if own is None:
             own = Text((text.shape[0], 1))
         own.total = text.total
-        _add(uniform, own, Piece(attention.shape[2], numbers, self.known[key][0]), goes_on, again)
+        _add(
+            uniform,
+            own,
+            Piece(attention.shape[2], runs(numbers), self.known[key][0], padding(attention)),
+            goes_on,
+            again,
+        )
 
     def _save(self, name: str, layer: Layer | None) -> None:
         """Remember how a layer was before this outermost call, in case that it raises."""
@@ -180,7 +187,7 @@ class watch(Senses):
 
     def _saw_nothing(self) -> ValueError:
         frames = self.frames
-        modules = list(frames.names)
+        modules = frames.modules
         if self.refused:
             ran = ", ".join(sorted(self.refused)[:9])
             why = f"none of the layers that ran is among layers={self.layers!r}; there are {ran}"
@@ -201,13 +208,18 @@ class watch(Senses):
 
 def _add(layer: Layer, text: Text, piece: Piece, goes_on: bool, again: bool) -> None:
     """One more piece of a layer's text, or the first of another."""
-    text.pieces.append(piece)
+    text.add(piece, layer.axes)
     if goes_on and layer.text is text:
         layer.changed()
     elif again:
         layer.replace(text)
     else:
         layer.begin(text)
+
+
+def _known_by(mask: Mask | None) -> Any:
+    """What a mask is known by: what it says of itself, and where its tensors are."""
+    return (repr(mask), *(tensor.data_ptr() for tensor in mask.tensors())) if mask is not None else "none"
 
 
 def _chooser(layers: str | Iterable[str] | Callable[[str], bool] | None) -> Callable[[str], bool]:

@@ -83,6 +83,10 @@ class Divergence(Measure):
     def add(self, state: Tensor, strip: Strip, prepared: Any) -> None:
         weights, entropies = strip.weights, strip.entropies
         if self.smooth:
+            if weights.shape[-1] < strip.plane.keys:  # smoothing reaches the keys that are hidden, too
+                wide = weights.new_zeros(*weights.shape[:-1], strip.plane.keys)
+                wide[..., strip.columns] = weights
+                weights = wide
             weights = (1 - self.smooth) * weights + self.smooth / weights.shape[-1]
             entropies = torch.special.entr(weights).sum(-1)
         mass = weights.sum(-1)

@@ -41,7 +41,7 @@ class Heatmap(Measure):
     def add(self, state: Tensor, strip: Strip, prepared: tuple[Tensor, Tensor]) -> None:
         rows, cols = prepared[0][strip.rows], strip.of_keys(prepared[1][None])[0]
         first, last = int(cols[0]), int(cols[-1]) + 1
-        if last - first == cols.numel():
+        if strip.plane.keys <= self.cols and last - first == cols.numel():  # each key has a cell of its own, no gap
             part = strip.weights
         else:
             part = strip.weights @ torch.nn.functional.one_hot(cols - first).to(strip.weights.dtype)

@@ -32,6 +32,7 @@ class Frame:
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    parent: Frame | None = None  # the call that made this one
 
     def given(self, name: str) -> Any:
         """An argument of the call by its name, wherever it stands; None where there is none."""
@@ -140,7 +141,8 @@ class Frames:
             self.stack.clear()  # what an interrupt left behind
         if not self.stack:
             self.forwards += 1
-        self.stack.append(Frame(module, self.names[id(module)], args, kwargs))
+        parent = self.stack[-1] if self.stack else None
+        self.stack.append(Frame(module, self.names[id(module)], args, kwargs, parent))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if threading.get_ident() != self.thread or in_backward():
@@ -165,11 +167,6 @@ class Frames:
             if module is None or frame.module is module:
                 return frame
         return None
-
-    def parent(self, frame: Frame) -> Frame | None:
-        """The call that made this one."""
-        at = next((i for i, one in enumerate(self.stack) if one is frame), 0)
-        return self.stack[at - 1] if at else None
 
     def sizes(self) -> list[tuple[int, int]]:
         """What the inputs of the calls in progress say of (B, N), innermost first."""

@@ -89,7 +89,7 @@ class Senses:
     # Names
 
     def _describe(self, frame: Frame, shape: tuple[int, ...], **known: Any) -> Attention:
-        kind = _kind(frame, self.frames.parent(frame), shape)
+        kind = _kind(frame, shape)
         attention = Attention(frame.name, frame.module, self.frames.forwards, kind, **known)
         ids = self.frames.ids(shape[0], shape[2])
         attention.ids = None if ids is None else ids.to(attention.device)
@@ -296,7 +296,10 @@ class Senses:
     def _left(self, frame: Frame) -> None:
         """A module ends: what was not told by then is told by the best that is known."""
         for note in list(self.pending):
-            if note.where is frame:
+            if self.changes and note.where.parent is not None:  # whoever called it may tell yet
+                if note.where.parent is frame:
+                    raise _untold(note.where.name, note)
+            elif note.where is frame:
                 if self.changes:
                     raise _untold(frame.name, note)
                 self._finish(note)
@@ -347,10 +350,10 @@ _INTERESTING = {*FUNCTIONS, F.scaled_dot_product_attention, F.multi_head_attenti
 _HF_NAMES = ("query", "key", "value", "attention_mask")
 
 
-def _kind(frame: Frame, parent: Frame | None, shape: tuple[int, ...]) -> Literal["self", "cross"]:
+def _kind(frame: Frame, shape: tuple[int, ...]) -> Literal["self", "cross"]:
     elsewhere = frame.looks_elsewhere()
-    if elsewhere is None and frame.is_handed_heads() and parent is not None:
-        elsewhere = parent.looks_elsewhere()
+    if elsewhere is None and frame.is_handed_heads() and frame.parent is not None:
+        elsewhere = frame.parent.looks_elsewhere()
     if elsewhere is not None:
         return "cross" if elsewhere else "self"
     return "self" if shape[2] <= shape[3] else "cross"

@@ -202,7 +202,7 @@ class watch(Senses):
         elif any(type(m).__module__.startswith("torch.fx") or hasattr(m, "_compiled_fn") for m in modules):
             why = "the model was compiled or exported, which shows nothing; watch the model that it was made of"
         else:
-            why = "the model ran, and computed no attention that a watch knows (flex_attention and flash-attn show nothing)"
+            why = "the model ran, and computed no attention that a watch knows (flex_attention shows nothing)"
         return ValueError(f"watch: expected attention inside the block, saw none: {why}")
 
 

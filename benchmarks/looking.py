@@ -17,7 +17,7 @@
     page      the maps of eager as lists and then as JSON text, as the pages of BertViz embed them
 
 Times are ratios to the first column. Memory is the peak of a process of its own above what it held before the call
-(inputs and weights), after a small call that loaded what is loaded once. What would take more than 8 GiB is not run: the
+(inputs and weights), after a small call that loaded what is loaded once. What would take over 8 GiB is not run: the
 same at an eighth of the length, times 64, is shown with a `~`. Lengths above 8192 run once, in that process, and not if
 an eighth of the length says that it takes longer than `--patience`. Token ids follow Zipf's law, so that induction and
 duplicate find as many copies as in a real text. Rows of the JSON: what, case, tokens, and for each contestant seconds

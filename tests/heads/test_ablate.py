@@ -34,8 +34,6 @@ from heads.oracle_hands import (
     by_operator,
     dense,
     drawn,
-    heads_by_split,
-    heads_first,
     made,
     noise,
 )
@@ -95,8 +93,8 @@ def case(model: nn.Module, run: Callable[[], Tensor], projections: dict[str, nn.
 
 PROJECTION = {"bert": "../output.dense", "roberta": "../output.dense", "deberta": "../output.dense",
               "distilbert": "out_lin", "albert": "dense", "gpt2": "c_proj", "gpt_neox": "dense", "t5": "o",
-              "bart": "out_proj", "whisper": "out_proj", "clip": "out_proj", "bloom": "dense", "gptj": "out_proj",
-              "mpt": "out_proj"}  # fmt: skip
+              "bart": "out_proj", "fsmt": "out_proj", "whisper": "out_proj", "clip": "out_proj", "bloom": "dense",
+              "gptj": "out_proj", "mpt": "out_proj"}  # fmt: skip
 OFTEN = ("bert", "gpt2", "llama", "mistral", "gemma2", "gpt_oss", "t5", "bart", "vit", "bloom", "deberta")
 
 
@@ -216,6 +214,11 @@ def by_hand(core: Core, *, batch: int = B, queries: int = N, memory: bool = Fals
     return case(model, lambda: model(x, *more), {"layer": model.layer.o}, H)
 
 
+def by_hand_too(layer: Any, x: Tensor, heads: int) -> Case:
+    model = made(layer)
+    return case(model, lambda: model(x), {"layer": model.layer.o}, heads)
+
+
 def fused(**options: Any) -> Case:
     model, x = made(Fused(options)), noise(B, N, W)
     return case(model, lambda: model(x, x), {"layer": model.layer.o}, 6)
@@ -248,15 +251,17 @@ CASES: dict[str, Callable[[], Case]] = {
     "fused": lambda: fused(),
     "fused, grouped": lambda: fused(enable_gqa=True, is_causal=True),
 }
-TOLD = [core for core in CORES if core is not heads_by_split]  # before the heads are parted from each other
-CASES |= {f"by hand, {core.__name__}": lambda c=core: by_hand(c) for core in [*TOLD, *MASKED]}
-CASES |= {f"by hand, {core.__name__}, cross": lambda c=core: by_hand(c, memory=True) for core in TOLD}
-CASES |= {f"by hand, {core.__name__}, one text": lambda c=core: by_hand(c, batch=1) for core in TOLD}
-CASES |= {f"by hand, {core.__name__}, one token": lambda c=core: by_hand(c, queries=1) for core in TOLD}
-CASES |= {f"by hand, {core.__name__}, as many texts as heads": lambda c=core: by_hand(c, batch=H) for core in TOLD
-          if core is not heads_first}  # fmt: skip
-CASES |= {f"by hand, {core.__name__}, as many of all": lambda c=core: by_hand(c, batch=H, queries=H) for core in TOLD
-          if core is not heads_first}  # fmt: skip
+CASES |= {
+    "by hand, sequence first": lambda: by_hand_too(SequenceFirst(), noise(N, B, W), 3),
+    "by hand, in groups": lambda: by_hand_too(Grouped(), noise(B, N, W), 6),
+    "fsmt": lambda: hf("fsmt"),
+}
+CASES |= {f"by hand, {core.__name__}": lambda c=core: by_hand(c) for core in [*CORES, *MASKED]}
+CASES |= {f"by hand, {core.__name__}, cross": lambda c=core: by_hand(c, memory=True) for core in CORES}
+CASES |= {f"by hand, {core.__name__}, one text": lambda c=core: by_hand(c, batch=1) for core in CORES}
+CASES |= {f"by hand, {core.__name__}, one token": lambda c=core: by_hand(c, queries=1) for core in CORES}
+CASES |= {f"by hand, {core.__name__}, as many texts as heads": lambda c=core: by_hand(c, batch=H) for core in CORES}
+CASES |= {f"by hand, {core.__name__}, as many of all": lambda c=core: by_hand(c, batch=H, queries=H) for core in CORES}
 
 
 def same(got: Tensor, right: Tensor) -> None:
@@ -349,6 +354,24 @@ def test_the_names_are_those_of_watch() -> None:
     with regard.watch(one.model, measures=["entropy"]) as seen, ablate(one.model, {0: [1]}) as changing:
         one.run()
     assert changing.order == seen.layers == one.layers
+
+
+@torch.no_grad()
+def test_heads_that_are_layers() -> None:
+    """One after another in a loop, or modules of their own: each is a layer of one head."""
+    x = noise(B, N, W)
+    loop, apart = by_hand(a_head_after_another), made(Heads())
+    for model, projection, layers in (
+        (loop.model, loop.model.layer.o, ["layer", "layer#1", "layer#2"]),
+        (apart, apart.layer.proj, [f"layer.heads.{i}" for i in range(3)]),
+    ):
+        one = case(model, lambda model=model: model(x), {"layer": projection}, H)  # type: ignore[arg-type, dict-item]
+        for head, layer in enumerate(layers):
+            with one.zeroed({"layer": [head]}):
+                right = one.run()
+            with ablate(model, {layer: [0]}):
+                same(one.run(), right)
+            assert (one.run() - right).abs().max() > 1e-3
 
 
 @WITH_MINILM
@@ -470,7 +493,8 @@ def test_token_after_token_with_a_cache(window: int | None) -> None:
 # One in another
 
 
-@pytest.mark.parametrize("name", ["bert", "t5", "bloom", "deberta", "regard, decoder", "swapped", "swapped, split",
+@pytest.mark.parametrize("name", ["bert", "t5", "bloom", "deberta", "torch, self", "torch, encoder", "torch, decoder",
+                                  "torch, no weights", "regard, decoder", "swapped", "swapped, split", "fsmt",
                                   "fused", "by hand, by_operator", "by hand, by_einsum", "by hand, heads_first",
                                   "by hand, batch_times_heads", "by hand, by_operator, as many texts as heads"]
                          )  # fmt: skip
@@ -501,8 +525,10 @@ def without(name: str) -> tuple[Case, Tensor, dict[str, Tensor]]:
     return one, right, {layer: seen[layer].entropy for layer in seen.layers}
 
 
-WATCHED = ["bert", "t5", "bloom", "deberta", "regard, decoder", "swapped", "by hand, by_operator", "by hand, by_einsum",
-           "by hand, heads_times_batch", "by hand, by_operator, as many texts as heads"]  # fmt: skip
+WATCHED = ["bert", "t5", "bloom", "deberta", "torch, self", "torch, encoder", "torch, decoder", "torch, sequence first",
+           "torch, no weights", "fsmt", "by hand, heads_by_split", "by hand, heads_first", "regard, decoder", "swapped",
+           "by hand, by_operator", "by hand, by_einsum", "by hand, heads_times_batch",
+           "by hand, by_operator, as many texts as heads"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WATCHED)
@@ -742,20 +768,9 @@ def test_a_patch_goes_on_where_it_was() -> None:
 
 # What is refused
 
-HANDS = {
-    "split": lambda: (made(Hand(heads_by_split)), noise(B, N, W)),
-    "as many texts as heads": lambda: (made(Hand(heads_first)), noise(H, N, W)),
-    "in groups": lambda: (made(Grouped()), noise(B, N, W)),
-    "sequence first": lambda: (made(SequenceFirst()), noise(N, B, W)),
-    "a head after another": lambda: (made(Hand(a_head_after_another)), noise(B, N, W)),
-    "heads that are modules": lambda: (made(Heads()), noise(B, N, W)),
-    "no batch": lambda: (WithMemory(drawn(Unbatched())), noise(N, W)),
-}
 
-
-@pytest.mark.parametrize("name", HANDS)
-def test_heads_by_hand_that_cannot_be_told_in_time(name: str) -> None:
-    model, x = HANDS[name]()
+def test_heads_by_hand_that_cannot_be_told_in_time() -> None:
+    model, x = WithMemory(drawn(Unbatched())), noise(N, W)
     with pytest.raises(ValueError, match="expected attention by hand whose heads can be told from the batch"):  # noqa: SIM117
         with ablate(model, {0: [0]}):
             model(x)

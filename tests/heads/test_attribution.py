@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import peft
 import pytest
 import tokenizers
 import torch
@@ -241,6 +242,16 @@ def test_a_projection_that_is_not_known() -> None:
     words = r"layer: expected an output projection of \(W, H \* E\), received none by a known name; remedy: regard"
     with pytest.raises(ValueError, match=words):
         attribution(Odd(), some_ids(1, 5))
+
+
+def test_a_projection_with_an_adapter() -> None:
+    """Its weight alone would be that of the model without."""
+    model, ids = hf_models.model("llama").float(), some_ids(1, 13)
+    adapter = peft.LoraConfig(target_modules=["o_proj"], r=2, init_lora_weights=False)
+    peft.inject_adapter_in_model(adapter, model)
+    model.eval()
+    with pytest.raises(ValueError, match="self_attn: expected an output projection of"):
+        attribution(model, ids, 7)
 
 
 def test_wrong_texts() -> None:

@@ -76,6 +76,8 @@ def test_what_was_not_measured() -> None:
     for name in ("target", "links"):
         with pytest.raises(AttributeError, match=f"'{name}' has no mean over the 2 texts that were seen"):
             getattr(several[0], name)
+    with pytest.raises(AttributeError, match="`seen` is per query, and there were several texts"):
+        _ = several[0].seen
 
 
 def test_means_over_texts_of_several_lengths() -> None:
@@ -190,10 +192,13 @@ def test_parts_that_are_not_there() -> None:
     layer = hand(keep="qk")[0][0]
     beyond = ({"head": 3}, {"head": -4}, {"head": [0, 3]}, {"rows": N}, {"rows": -N - 1}, {"cols": N}, {"batch": B})
     for wrong in beyond:
-        with pytest.raises(IndexError):
+        with pytest.raises(IndexError, match=rf"{next(iter(wrong))} -?\d+: there are (3|7|2)"):
             layer.weights(**wrong)  # type: ignore[arg-type]
     for wrong in ({"rows": slice(0, 5, 2)}, {"cols": slice(None, None, -1)}):
-        with pytest.raises(ValueError, match="rows, cols: expected slices without a step, received slice"):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}: expected a slice without a step, received slice"):
+            layer.weights(**wrong)  # type: ignore[arg-type]
+    for wrong in ({"head": True}, {"head": "1"}, {"head": 1.0}, {"rows": [1, 2]}, {"cols": True}, {"batch": slice(1)}):
+        with pytest.raises(TypeError, match=f"{next(iter(wrong))}: expected a number or a slice, received"):
             layer.weights(**wrong)  # type: ignore[arg-type]
 
 

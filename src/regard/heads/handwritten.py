@@ -84,6 +84,27 @@ class Weighed:
             return None
         return "y" if x == batch else "x"
 
+    def settle(self, size: tuple[int, int] | None) -> None:
+        """Decide at once, if the sizes tell: for whoever changes what comes of it before anything else is done with it.
+        With one axis less or more, by the input of the module that computes it, `size`, alone."""
+        w = self.weights
+        if w.dim() == 4:
+            self.heads = self.guess()
+        elif w.dim() != 2 and size is not None and batch_of(self.queries or w.shape[-2], [size]) == w.shape[0]:
+            self.weights, self.heads = w.reshape(w.shape[0], -1, *w.shape[-2:]), "y"  # one head, or heads in groups
+            self.values = None if self.values is None else self.values.reshape(w.shape[0], -1, *self.values.shape[-2:])
+            self.axes = ["x", *["y"] * (w.dim() - 3), *self.axes[-2:]]
+
+    def opened(self, out: Tensor | Sequence[Tensor]) -> tuple[Tensor, list[str]]:
+        """What carries the note, with an axis of its own for B, H, N and E each, and which is which."""
+        whole = out if isinstance(out, Tensor) else torch.stack(tuple(out))
+        axes, heads = self.axes, self.weights.shape[1]
+        if axes[-1] == "ye":  # heads that were merged
+            return whole.unflatten(-1, (heads, -1)), [*axes[:-1], "y", "e"]
+        if axes[0] == "x" and axes.count("y") != 1:
+            return whole.reshape(whole.shape[0], heads, *whole.shape[-2:]), ["x", "y", *axes[-2:]]
+        return whole, axes
+
 
 def batch_of(queries: int, sizes: Sequence[tuple[int, int]]) -> int | None:
     """B, by inputs (B, N, W) or (N, B, W), the innermost call's first; None where they do not tell."""
@@ -307,7 +328,7 @@ class Hands:
         elif axes == ["n", "xy", "e"] and out.dim() == 3 and out.shape[0] == args[0].shape[0]:
             # merged at once: (N, B * H, E) -> (N, B, H * E)
             note.weights, note.heads = note.weights.unflatten(0, (out.shape[1], -1)), "y"
-            note.axes = ["?"] * 3
+            note.axes = ["n", "x", "ye"]
         elif axes == ["xy", "n", "e"] and out.dim() == 4 and out.shape[2:] == args[0].shape[1:]:
             note.weights, note.axes = note.weights.unflatten(0, tuple(out.shape[:2])), ["x", "y", "n", "e"]
         else:
@@ -324,11 +345,12 @@ def _parted(note: Weighed, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
         axis = note.axes[dim]
         note.heads = axis if axis in ("x", "y") else None
+        note.axes = [axis, *(other for other in note.axes if other != axis)]
     elif note.axes == ["xy", "n", "e"] and parts > 1 and out[0].shape[0] * parts == whole.shape[0]:  # (H * B, N, E)
         note.weights, note.heads = note.weights.unflatten(0, (parts, -1)), "x"
+        note.axes = ["x", "y", "n", "e"]
     else:
         return None
-    note.axes = ["?"] * len(note.axes)
     return note
 
 

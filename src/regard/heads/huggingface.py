@@ -9,18 +9,20 @@ would have computed, down to the bit.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-__all__ = ["Looker", "start", "stop"]
+__all__ = ["Looker", "lookers", "start", "stop"]
 
 Function = Callable[..., tuple[Tensor, Any]]
 
 
 class Looker(Protocol):
     """Somebody who looks at some modules."""
+
+    changes: bool
 
     def owns(self, module: nn.Module) -> bool: ...
 
@@ -54,6 +56,11 @@ def stop(looker: Looker) -> None:
     interface = _interface()
     if not _LOOKERS and _ORIGINAL and interface is not None:
         interface.get_interface = _ORIGINAL.pop()
+
+
+def lookers() -> Iterator[Looker]:
+    """All who look, the innermost last."""
+    return iter(_LOOKERS)
 
 
 def _interface() -> Any:

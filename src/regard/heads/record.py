@@ -224,6 +224,8 @@ class Layer:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "measures" not in self.__dict__:
             raise AttributeError(name)
+        if name == "seen":  # (of a property that raised, the words are lost)
+            raise AttributeError("`seen` is per query, and there were several texts")
         values = self.values
         if name in values:
             return values[name]
@@ -259,20 +261,21 @@ class Layer:
         if any(piece.call is None and piece.weights is None for piece in text.pieces):
             raise bad_value("weights", expected='a watch with keep="qk"', received="one that kept nothing",
                             remedy='watch(model, keep="qk")')  # fmt: skip
-        heads = (
-            range(self.heads) if head is None else range(self.heads)[head] if isinstance(head, (int, slice)) else head
-        )
-        which = [heads] if isinstance(heads, int) else list(heads)
-        row_slice, col_slice = _slice(rows, text.queries), _slice(cols, text.total)
-        r0, r1, _ = row_slice.indices(text.queries)
-        c0, c1, _ = col_slice.indices(text.total)
-        items = slice(None) if batch is None else slice(range(text.shape[0])[batch], range(text.shape[0])[batch] + 1)
+        if head is None or isinstance(head, slice):
+            which = list(range(self.heads)[slice(None) if head is None else head])
+        else:
+            several = [head] if isinstance(head, int) or not isinstance(head, Sequence) else head
+            which = [_number("head", one, self.heads) for one in several]
+        first = None if batch is None else _number("batch", batch, text.shape[0])
+        items = slice(None) if first is None else slice(first, first + 1)
+        r0, r1, _ = _slice("rows", rows, text.queries).indices(text.queries)
+        c0, c1, _ = _slice("cols", cols, text.total).indices(text.total)
         result = self._block(items, which, slice(r0, max(r0, r1)), slice(c0, max(c0, c1)))
         if isinstance(cols, int):
             result = result[..., 0]
         if isinstance(rows, int):
             result = result[:, :, 0]
-        result = result[:, 0] if isinstance(heads, int) else result
+        result = result[:, 0] if isinstance(head, int) else result
         return result if batch is None else result[0]
 
     @property
@@ -613,11 +616,21 @@ def _plus(a: Tensor, b: Tensor | None) -> Tensor:
     return total
 
 
-def _slice(which: slice | int | None, size: int) -> slice:
+def _slice(what: str, which: slice | int | None, size: int) -> slice:
     if which is None:
         return slice(0, size)
-    if isinstance(which, int):
-        return slice(range(size)[which], range(size)[which] + 1)
+    if not isinstance(which, slice):
+        first = _number(what, which, size)
+        return slice(first, first + 1)
     if which.step not in (None, 1):
-        raise bad_value("rows, cols", expected="slices without a step", received=f"{which}")
+        raise bad_value(what, expected="a slice without a step", received=f"{which}")
     return which
+
+
+def _number(what: str, which: object, size: int) -> int:
+    """One of so many, counted from the start; below 0 it was counted from the end."""
+    if isinstance(which, bool) or not isinstance(which, int):
+        raise bad_type(what, expected="a number or a slice", received=repr(which))
+    if not -size <= which < size:
+        raise IndexError(f"{what} {which}: there are {size}")
+    return which % size

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import TracebackType
 from typing import Any, Literal
 
@@ -163,10 +163,10 @@ class Senses:
         return self._told(attention, out)
 
     def _multi_head(self, frame: Frame, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        if self.changes:  # the heads' outputs are computed below, where outer senses see them, once
-            with torch._C.DisableTorchFunction():
-                out, weights = F.multi_head_attention_forward(*args, **kwargs)
-        else:
+        # The output projection is inside. Where heads are changed, here or by somebody further out whose changes are to
+        # be seen, its work is done again with the heads' outputs between; and those further out see `attend` alone.
+        again = self.changes or (self.needs_output and any(one.changes for one in huggingface.lookers()))
+        with torch._C.DisableTorchFunction() if again else nullcontext():
             out, weights = F.multi_head_attention_forward(*args, **kwargs)
         with torch.no_grad():
             operands = functional_operands(*args, **kwargs)
@@ -177,20 +177,23 @@ class Senses:
         attention.kind = "self" if same_input(query, key) else "cross"
         out_weight = kwargs.get("out_proj_weight", args[11] if len(args) > 11 else None)
         attention.out_weight = None if out_weight is None else out_weight.detach()
+        heads = None
+        if again:
+            training = kwargs.get("training", args[13] if len(args) > 13 else True)
+            dropout = kwargs.get("dropout_p", args[10] if len(args) > 10 else 0.0)
+            if training and dropout:
+                raise bad_value("nn.MultiheadAttention", expected="no dropout where heads are changed",
+                                received=f"dropout {dropout} in training", remedy="model.eval(), or dropout=0"
+                                )  # fmt: skip
+            operands = functional_operands(*args, **kwargs)
+            heads = attend(operands.q, operands.k, operands.v, **operands.options)
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            if self.needs_output and not self.changes:
-                attention.output = attend(q, k, v, **operands.options)
+            if self.needs_output:
+                attention.output = attend(q, k, v, **operands.options) if heads is None else heads.detach()
             self.see(attention)
-        if not self.changes:
+        if heads is None:
             return out, weights
-        # The projection is inside: do its work again, with the heads' outputs between.
-        training = kwargs.get("training", args[13] if len(args) > 13 else True)
-        dropout = kwargs.get("dropout_p", args[10] if len(args) > 10 else 0.0)
-        if training and dropout:
-            raise bad_value("nn.MultiheadAttention", expected="no dropout where heads are changed",
-                            received=f"dropout {dropout} in training", remedy="model.eval(), or dropout=0")  # fmt: skip
-        operands = functional_operands(*args, **kwargs)
-        heads = self.change(attention, attend(operands.q, operands.k, operands.v, **operands.options))
+        heads = self.change(attention, heads) if self.changes else heads
         merged = heads.transpose(1, 2).flatten(2)
         bias = kwargs.get("out_proj_bias", args[12] if len(args) > 12 else None)
         new = F.linear(merged, out_weight if out_weight is not None else args[11], bias)
@@ -257,19 +260,19 @@ class Senses:
             note.where, note.sizes = frame, self.frames.sizes()
             self.pending.append(note)
         if note.heads is None and self.changes:
-            note.heads = note.guess()
+            note.settle(frame.batch)
         if note.heads is None or note.done:
             return out
-        batch, axes = "y" if note.heads == "x" else "x", note.axes
-        known = isinstance(out, Tensor) and sorted(axes) == ["e", "n", "x", "y"]
-        order = [axes.index(a) for a in (batch, note.heads, "n", "e")] if known else []
-        attention = self._finish(note, out.permute(order).detach() if known else None)
+        whole, axes = note.opened(out)
+        known = sorted(axes) == ["e", "n", "x", "y"]
+        order = [axes.index(a) for a in ("y" if note.heads == "x" else "x", note.heads, "n", "e")] if known else []
+        attention = self._finish(note, whole.permute(order).detach() if known else None)
         if not self.changes:
             return out
         if not known:
             raise _untold(attention.layer, note)
-        changed = self.change(attention, out.permute(order))
-        return changed.permute([order.index(i) for i in range(4)])
+        changed = self.change(attention, whole.permute(order)).permute([order.index(i) for i in range(4)])
+        return tuple(changed.unbind()) if isinstance(out, (tuple, list)) else changed.reshape(out.shape)
 
     def _finish(self, note: Weighed, output: Tensor | None = None) -> Attention:
         """Tell of an attention by hand, now that its axes are known (or will never be)."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
@@ -24,7 +25,7 @@ from regard.measures import Measure, MeasureLike, Measurements, Plane, Survey, a
 from regard.positions import Alibi, Bias, DenseBias, RelativeBias, as_biases
 from regard.positions.bias import Buckets
 
-__all__ = ["BiasLike", "attend", "attention_weights", "explain", "look", "measure"]
+__all__ = ["BiasLike", "attend", "attention_weights", "explain", "look", "measure", "plane_of"]
 
 BiasLike: TypeAlias = Tensor | Bias | Alibi | RelativeBias | Sequence["BiasLike"]
 
@@ -208,42 +209,20 @@ def measure(
     )
     if ids is not None:
         ids = _positions("ids", ids, q.shape[0], k.shape[2], q.device)
-    return look(
-        call,
-        as_measures(measures),
-        values=None if v is None else call.v,
-        key_ids=ids,
-        out_weight=out_weight,
-        output=v is not None,
-        kernel=kernel,
-    )
+    plane = replace(plane_of(call), values=None if v is None else call.v, out_weight=out_weight, key_ids=ids)
+    return look(call, as_measures(measures), plane=plane, output=v is not None, kernel=kernel)
+
+
+def plane_of(call: Call) -> Plane:
+    """What is measured of a call: its sizes and where its tokens stand. More that is known goes in by `replace`."""
+    tile = call.whole()
+    return Plane(*call.shape, tile.q_positions, tile.k_positions, call.dtype)
 
 
 def look(
-    call: Call,
-    measures: list[Measure],
-    *,
-    values: Tensor | None = None,
-    ids: Tensor | None = None,
-    key_ids: Tensor | None = None,
-    out_weight: Tensor | None = None,
-    numbers: Tensor | None = None,
-    q_numbers: Tensor | None = None,
-    text_ids: Tensor | None = None,
-    output: bool = False,
-    kernel: str = "auto",
+    call: Call, measures: list[Measure], *, plane: Plane | None = None, output: bool = False, kernel: str = "auto"
 ) -> Measurements:
-    """The same for a prepared call. `ids` (1|B, N) are the queries' own where they are not those of the last keys; the
-    `numbers` (M,) of the keys in a longer text, `text_ids` (1|B, L), and `q_numbers` (1|B, N) stand for positions."""
-    batch, heads, n, m = call.shape
-    tile = call.whole()
-    q_positions, k_positions = tile.q_positions, tile.k_positions
-    if numbers is not None:
-        k_positions = numbers[None]
-    if q_numbers is not None:
-        q_positions = q_numbers
-    plane = Plane(batch, heads, n, m, q_positions, k_positions, call.dtype, values, out_weight, ids, key_ids, numbers,
-                  text_ids)  # fmt: skip
+    """The same for a prepared call, and for what is known of it in `plane`."""
     if kernel == "auto":
         chosen = blockwise if blockwise.worth(call) else reference
     else:
@@ -252,9 +231,9 @@ def look(
     device = call.q.device.type if call.q.device.type != "meta" else "cpu"
     with torch.autocast(device, enabled=False):
         with torch.no_grad():
-            survey = Survey(measures, plane)
+            survey = Survey(measures, plane_of(call) if plane is None else plane)
             out, lse = chosen.look(call, survey, output=output and not wants_gradient)
-            found = survey.result(out, lse)
+            found = replace(survey.result(), output=out, lse=lse)
         if wants_gradient:
             found.output = kernels.choose(kernel, call).output(call)
     return found

@@ -217,24 +217,12 @@ class Senses:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             call = from_huggingface(module, query, key, value, mask, eager=name == "eager", **kwargs)
         if name == "eager" and self._may_skip_weights(call, kwargs):
-            sinks = kwargs.get("s_aux")
-            sinks = None if sinks is None else sinks.flatten().to(query.dtype)
-            learned = kwargs.get("position_bias")  # as the model gave it: `call` has it without gradient
-            bias = [b.weight for b in call.biases[0 if learned is None else 1 :]]
-            bias += [] if learned is None else [learned[..., : key.shape[2]]]
-            self.busy = True  # it is told of below, not by `attend`
-            try:
-                out = attend(query, key, value, mask=call.mask, bias=bias or None, positions=call.q_start,
-                             scale=call.scale, softcap=call.softcap, sinks=sinks)  # fmt: skip
-            finally:
-                self.busy = False
-            result: Any = (out.transpose(1, 2).contiguous(), None)
-        else:
-            self.busy = True
-            try:
-                result = compute(module, query, key, value, mask, *args[4:], **kwargs)
-            finally:
-                self.busy = False
+            compute = _without_weights(call)
+        self.busy = True  # what it is made of is not told of
+        try:
+            result = compute(module, query, key, value, mask, *args[4:], **kwargs)
+        finally:
+            self.busy = False
         frame = self.frames.current(module)
         assert frame is not None
         attention = self._describe(frame, call.shape, call=call)
@@ -246,7 +234,9 @@ class Senses:
     def _may_skip_weights(self, call: Call, kwargs: dict[str, Any]) -> bool:
         """Whether a large plane of weights need not be built: by a model that no function of transformers but the eager
         one can serve (softcap, sinks), where nobody asked for the weights."""
-        if math.prod(call.shape) < LARGE or (call.softcap is None and call.sinks is None) or kwargs.get("dropout"):
+        if math.prod(call.shape) < LARGE or (call.softcap is None and call.sinks is None):
+            return False
+        if kwargs.get("dropout") or kwargs.get("position_bias") is not None:
             return False
         asked = any(frame.kwargs.get("output_attentions") for frame in self.frames.stack)
         config = getattr(self.frames.root, "config", None)
@@ -306,6 +296,19 @@ class Senses:
                 if self.changes:
                     raise _untold(frame.name, note)
                 self._finish(note)
+
+
+def _without_weights(call: Call) -> Any:
+    """A function as transformers wants it, that computes what an eager one would: with gradients, in O(N) memory."""
+
+    def compute(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> tuple[Tensor, None]:
+        sinks = options.get("s_aux")
+        sinks = None if sinks is None else sinks.flatten().to(q.dtype)
+        out = attend(q, k, v, mask=call.mask, bias=[b.weight for b in call.biases] or None, positions=call.q_start,
+                     scale=call.scale, softcap=call.softcap, sinks=sinks)  # fmt: skip
+        return out.transpose(1, 2).contiguous(), None
+
+    return compute
 
 
 def _untold(layer: str, note: Weighed) -> ValueError:

@@ -110,7 +110,8 @@ def _tensors(layer: Layer) -> dict[str, Tensor]:
 
 
 def _layer(said: dict[str, Any], tensors: dict[str, Tensor]) -> Layer:
-    from regard.heads.record import Layer, Piece, Text
+    from regard.heads.record import Layer
+    from regard.heads.texts import Piece, Text
 
     def under(folder: str) -> dict[str, Tensor]:
         return {name.removeprefix(folder): x for name, x in tensors.items() if name.startswith(folder)}
@@ -121,7 +122,7 @@ def _layer(said: dict[str, Any], tensors: dict[str, Tensor]) -> Layer:
         values["links"] = TopLinks(values.pop("links.keys"), values.pop("links.weights"))
     values = {name: values[name] for name in layer.axes if name in values}  # (a file has an order of its own)
     seen = tensors["seen"]
-    found = Measurements(values, None, torch.zeros(seen.shape), seen, layer.measures, under("counted/"))
+    found = Measurements(values, seen, under("counted/"))
     layer.text = Text((said["batch"], said["heads"]), total=said["keys"])
     padding = tensors.get("padding")
     layer.text.pieces.append(Piece(said["queries"], [slice(0, said["keys"])], found, padding))

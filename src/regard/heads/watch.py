@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from regard.errors import bad_type, bad_value
 from regard.heads.attention import Attention, evened
 from regard.heads.places import Places, trimmed
-from regard.heads.record import Layer, Piece, Record, Text, measured, padding, runs
+from regard.heads.record import Layer, Record
 from regard.heads.senses import Senses
+from regard.heads.texts import Piece, Text, measured, padding, runs
 from regard.masks import Mask
 from regard.measures import MeasureLike, as_measures
 from regard.measures.survey import DEFAULT
@@ -63,7 +64,7 @@ class watch(Senses):
         self.measures = as_measures([*DEFAULT, "induction", "duplicate"] if measures is None else measures)
         # A baseline is of one head, of no values, and not a picture.
         plain = [one for one in self.measures if not (one.needs_out_weight or one.needs_all_heads)]
-        self.baselines = [one for one in plain if "map" not in one.gives.values() and "links" not in one.gives]
+        self.baselines = [one for one in plain if not {"map", "choice"} >= set(one.gives.values())]
         self.known: dict[Any, Any] = {}
         self.saved: dict[str, Any] = {}
         self.saved_of = -1
@@ -137,13 +138,8 @@ class watch(Senses):
         if own is None:
             own = Text((text.shape[0], 1))
         own.total = text.total
-        _add(
-            uniform,
-            own,
-            Piece(attention.shape[2], runs(numbers), self.known[key][0], padding(attention)),
-            goes_on,
-            again,
-        )
+        piece = Piece(attention.shape[2], runs(numbers), self.known[key][0], padding(attention))
+        _add(uniform, own, piece, goes_on, again)
 
     def _save(self, name: str, layer: Layer | None) -> None:
         """Remember how a layer was before this outermost call, in case that it raises."""

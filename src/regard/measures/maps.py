@@ -85,7 +85,7 @@ class TopLinks(NamedTuple):
 class Links(Measure):
     """The `k` keys that each query looks at most, with their weights: a `TopLinks` of two (B, H, N, k)."""
 
-    gives = {"links": "query"}
+    gives = {"links": "choice"}
 
     def __init__(self, k: int = 8) -> None:
         self.k = count("k", k, 1)

@@ -42,7 +42,7 @@ class Peak(Measure):
     """The largest weight of each query, and which key has it (the first of equals). Its mean over queries is the
     confidence of Voita et al. 2019. A query that sees nothing has the peak 0 and the target -1."""
 
-    gives = {"peak": "query", "target": "query"}
+    gives = {"peak": "query", "target": "choice"}
 
     def begin(self, plane: Plane) -> tuple[Tensor, Tensor]:
         return plane.new(plane.queries), plane.new(plane.queries, dtype=torch.int64).fill_(-1)

@@ -157,6 +157,7 @@ class Measure:
     """Base of all measures. `gives` names what comes out, and which axis it is laid along:
 
     "query"   (B, H, N, ...)   a number per query
+    "choice"  (B, H, N, ...)   keys that each query chose: of these there is no mean
     "key"     (B, H, M)        a sum over queries, for each key
     "mean"    (B, H, ...)      a mean over the queries that count
     "sum"     (B, ...)         a sum over queries
@@ -223,6 +224,7 @@ class PerKey(Measure):
 
 
 def add_to_keys(state: Tensor, strip: Strip, sums: Tensor) -> None:
+    """Add what a strip gives to each of its keys, (c, h, m), to a tensor of all of them, (B, H, M)."""
     at = 0
     for run in strip.runs:
         state[strip.batch, strip.heads, run] += sums[..., at : at + run.stop - run.start]
@@ -230,6 +232,7 @@ def add_to_keys(state: Tensor, strip: Strip, sums: Tensor) -> None:
 
 
 def count(what: str, value: object, at_least: int) -> int:
+    """A whole number that a caller gave, if it is one and not too small."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise bad_type(what, expected="an integer", received=f"{type(value).__name__} {value!r}")
     if value < at_least:

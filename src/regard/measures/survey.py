@@ -101,11 +101,10 @@ class Measurements:
     given, `lse` (B, H, N), and `seen` (B, H, N): which queries see a key."""
 
     values: dict[str, Any]
-    output: Tensor | None
-    lse: Tensor
     seen: Tensor
-    measures: list[Measure] = field(default_factory=list)
     counts: dict[str, Tensor] = field(default_factory=dict)  # (B, H, N): which queries count, where not all that see
+    output: Tensor | None = None
+    lse: Tensor | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -143,7 +142,7 @@ class Survey:
         for one, state, prepared in zip(self.measures, self.states, self.prepared, strict=True):
             one.add(state, strip, prepared)
 
-    def result(self, output: Tensor | None, lse: Tensor) -> Measurements:
+    def result(self) -> Measurements:
         """Everything that was found."""
         values: dict[str, Any] = {}
         counts: dict[str, Tensor] = {}
@@ -153,4 +152,4 @@ class Survey:
             counted = one.counted(self.plane, prepared)
             if counted is not None:
                 counts |= dict.fromkeys(found, self.seen & counted[:, None])
-        return Measurements(values, output, lse, self.seen, self.measures, counts)
+        return Measurements(values, self.seen, counts)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,13 +21,13 @@ import torch
 
 from regard import heads as lens
 from regard import measures, models
-from regard.errors import missing_extra
+from regard.errors import bad_value, missing_extra
+from regard.heads.progress import track
 from regard.layer import MultiHeadAttention
 
 try:
     import typer
     from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
 except ImportError as _error:
     raise missing_extra(_error.name or "typer", "cli") from _error
@@ -104,7 +103,7 @@ def embed(
     encoder = _load(model, dtype, check)
     if not isinstance(encoder, models.Encoder):
         raise ValueError(f"model: expected an encoder, received {model!r}, a decoder; remedy: regard generate")
-    vectors = encoder.embed(lines, progress=_track("Embedding"))
+    vectors = encoder.embed(lines, progress=partial(track, what="Embedding"))
     if out is not None:
         from safetensors.torch import save_file
 
@@ -164,6 +163,9 @@ def heads(
     """What each head does: its role, with score and baseline; and what it follows in a treebank."""
     if not (text or treebank or probe):
         raise ValueError("text: expected a text, a file, --probe or --treebank, received none of them")
+    if text and probe:
+        raise bad_value("text", expected="none beside --probe, which looks at random tokens", received=repr(text),
+                        remedy="one of the two")  # fmt: skip
     loaded = _load(model, dtype, check)
     found: dict[str, Any] = {}
     if text or probe:
@@ -201,8 +203,9 @@ def ablate(
     what = "nats per token" if decoder else "1 - cosine with the intact embedding"
     if not head:
         found = lens.effects(loaded, lines, quick=quick)
+        gradients = quick and decoder  # (as `effects` does: of an encoder they are 0)
         _out.print(
-            f"How much more {what}, without each head:" if not quick else "Sensitivity of the loss to each head:"
+            "Sensitivity of the loss to each head:" if gradients else f"How much more {what}, without each head:"
         )
         _out.print(str(lens.Table(found.table()[:top])), markup=False)
         return
@@ -288,7 +291,7 @@ def _load(name: str, dtype: str | None, check: bool) -> Any:
     if dtype is not None and dtype not in _DTYPES:
         raise ValueError(f"dtype: expected one of {', '.join(_DTYPES)}, received {dtype!r}")
     wanted = None if dtype is None else _DTYPES[dtype]
-    return models.load(name, dtype=wanted, check=check, progress=_track(f"Loading {name}"))
+    return models.load(name, dtype=wanted, check=check, progress=partial(track, what=f"Loading {name}"))
 
 
 def _lines(texts: list[str]) -> list[str]:
@@ -314,27 +317,6 @@ def _print_similarities(texts: list[str], vectors: torch.Tensor) -> None:
         short = text if len(text) <= 48 else text[:47] + "…"
         table.add_row(f"{i + 1}  {short}".replace("[", r"\["), *(f"{x:.3f}" for x in alike[i].tolist()))
     _out.print(table)
-
-
-def _track(what: str) -> Any:
-    """Wraps what is worked through; a bar appears where it takes more than a second."""
-
-    def track(items: Iterable[Any]) -> Iterator[Any]:
-        items = list(items)
-        bar, begun, task = Progress(console=_aside, transient=True), time.monotonic(), None
-        try:
-            for done, item in enumerate(items):
-                if task is not None:
-                    bar.update(task, completed=done)
-                elif time.monotonic() - begun > 1 and _aside.is_terminal:
-                    bar.start()
-                    task = bar.add_task(what, total=len(items), completed=done)
-                yield item
-        finally:
-            if task is not None:
-                bar.stop()
-
-    return track
 
 
 def main() -> None:

@@ -4,9 +4,10 @@ from regard.heads import probes
 from regard.heads.ablate import ablate
 from regard.heads.attribution import Attribution, attribution
 from regard.heads.corpus import token_kinds, watch_all
-from regard.heads.effect import effect, effects, load_pruned, loss_of, save_pruned
+from regard.heads.effect import effect, effects, loss_of
 from regard.heads.importance import Importance, importance, leave_one_out
 from regard.heads.prune import prune
+from regard.heads.pruned import load_pruned, save_pruned
 from regard.heads.record import Layer, Record
 from regard.heads.roles import ROLES, Role, Roles
 from regard.heads.syntax import Syntax, syntax

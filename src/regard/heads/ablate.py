@@ -6,7 +6,9 @@ Letters: B batch, H query heads, N queries, E head width of v.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from types import TracebackType
 from typing import Any, Literal
 
@@ -95,7 +97,7 @@ class ablate(Changes):
                             remedy='mode="mean" or mode="patch"')  # fmt: skip
         if not all(isinstance(layer, (str, int)) and not isinstance(layer, bool) for layer in heads):
             raise bad_type("heads", expected="layers by name or by number", received=repr(list(heads)))
-        self.heads = {layer: numbers(layer, which) for layer, which in heads.items()}
+        self.heads = {layer: head_numbers(f"heads of {layer!r}", which, alone=True) for layer, which in heads.items()}
         self.mode, self.source = mode, source
         self.places.strict = mode == "patch"
         self.met: set[str | int] = set()
@@ -160,16 +162,32 @@ class ablate(Changes):
         return theirs.output.to(output)
 
 
-def numbers(layer: object, which: object) -> list[int]:
-    """Heads as a list of numbers, 0 and up."""
-    if isinstance(which, int) and not isinstance(which, bool):
-        which = [which]
-    if isinstance(which, (str, bytes)) or not isinstance(which, Iterable):
-        raise bad_type(f"heads of {layer!r}", expected="numbers of heads", received=repr(which))
-    found = list(which)
-    if not all(isinstance(head, int) and not isinstance(head, bool) and head >= 0 for head in found):
-        raise bad_value(f"heads of {layer!r}", expected="numbers of heads, from 0", received=found)
-    return found
+def head_numbers(what: str, which: object, *, alone: bool = False) -> list[int]:
+    """Numbers of heads, from 0, each once, as a list: of a list, a tensor, a range ...; `alone`: or of one by itself.
+
+    >>> head_numbers("heads", torch.tensor([3, 1]))
+    [3, 1]
+    """
+    given = which.tolist() if isinstance(which, Tensor) else which
+    if alone and isinstance(given, Integral) and not isinstance(given, bool):
+        given = [given]
+    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
+        raise bad_type(what, expected="a list of head numbers", received=repr(given))
+    listed = list(given)
+    for number in listed:
+        if isinstance(number, bool) or not isinstance(number, Integral):
+            raise bad_type(
+                what,
+                expected="a list of head numbers",
+                received=f"{number!r} among them",
+                remedy="mask.nonzero().flatten() has the numbers of a mask" if isinstance(number, bool) else "",
+            )
+        if number < 0:
+            raise bad_value(what, expected="head numbers from 0", received=number)
+    twice = [number for number, count in Counter(listed).items() if count > 1]
+    if twice:
+        raise bad_value(what, expected="each head once", received=f"{twice[0]} more than once")
+    return [int(number) for number in listed]
 
 
 def refuse_checkpoints(layer: str) -> None:

@@ -16,7 +16,15 @@ from regard.attention import prepare
 from regard.kernels import Call
 from regard.masks import Causal, Keep
 
-__all__ = ["Attention", "evened", "from_huggingface", "from_sdpa", "output_weight", "with_additive_mask"]
+__all__ = [
+    "Attention",
+    "evened",
+    "from_huggingface",
+    "from_sdpa",
+    "output_projection",
+    "output_weight",
+    "with_additive_mask",
+]
 
 
 @dataclass
@@ -32,6 +40,8 @@ class Attention:
     weights: Tensor | None = None
     ids: Tensor | None = None  # (1|B, N)
     out_weight: Tensor | None = None  # (W, H * E)
+    out_bias: Tensor | None = None  # (W,)
+    input: Tensor | None = None  # (B, N, W): what queries are made of, where it is known
     output: Tensor | None = None  # (B, H, N, E), where it is known
     values: Tensor | None = None  # (..., M, E) of attention by hand, where they are known, in its own order of axes
     cache: Any = None  # the object that holds its keys, where it is known
@@ -152,17 +162,30 @@ def from_huggingface(
     )
 
 
-def output_weight(module: nn.Module, heads: int, width: int) -> Tensor | None:
-    """The weight (W, H * E) of the module's output projection, by the names that are common for it; else None."""
-    for name in ("out_proj", "o_proj", "c_proj", "dense", "out_lin", "o"):
-        projection = getattr(module, name, None)
-        weight = getattr(projection, "weight", None)
-        if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-            continue
-        turned = type(projection).__name__ == "Conv1D"
-        if not turned and (not isinstance(projection, nn.Linear) or list(projection.children())):
-            return None  # adapters, quantisation: what it computes is not its weight
-        weight = weight.detach().mT if turned else weight.detach()
-        if weight.shape[1] == heads * width:
-            return weight
+def output_projection(
+    module: nn.Module, heads: int, width: int, *, parent: nn.Module | None = None
+) -> nn.Module | None:
+    """The output projection of an attention, by the names that are common for it: of the module itself, or, where that
+    has none (BERT), of `output` beside it in its parent; None where it is not known."""
+    for owner in (module, getattr(parent, "output", None)):
+        for name in ("out_proj", "o_proj", "c_proj", "dense", "out_lin", "o"):
+            projection = getattr(owner, name, None)
+            weight = getattr(projection, "weight", None)
+            if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+                continue
+            assert isinstance(projection, nn.Module)
+            turned = type(projection).__name__ == "Conv1D"
+            if not turned and (not isinstance(projection, nn.Linear) or list(projection.children())):
+                return None  # adapters, quantisation: what it computes is not its weight
+            if weight.shape[0 if turned else 1] == heads * width:
+                return projection
     return None
+
+
+def output_weight(module: nn.Module, heads: int, width: int, *, parent: nn.Module | None = None) -> Tensor | None:
+    """The weight (W, H * E) of the output projection; None where it is not known."""
+    projection = output_projection(module, heads, width, parent=parent)
+    if projection is None:
+        return None
+    weight = projection.weight.detach()  # type: ignore[operator]
+    return weight.mT if type(projection).__name__ == "Conv1D" else weight

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from regard.errors import bad_type, bad_value
 from regard.heads.attention import output_weight
 from regard.heads.corpus import evaluating
-from regard.heads.table import Table
+from regard.heads.table import PerHead, Table
 from regard.heads.watch import watch
 
 __all__ = ["Attribution", "attribution"]
@@ -30,21 +30,16 @@ _AFTER = ("post_feedforward_layernorm", "post_mlp_layernorm")  # norms between a
 
 
 @dataclass
-class Attribution:
+class Attribution(PerHead):
     """`scores[layer]` (H,) is what each head adds to the logit of `target`; `rest` what everything else adds."""
 
-    scores: dict[str, Tensor]
     rest: float
     logit: float
     target: int
 
-    def __getitem__(self, layer: str | int) -> Tensor:
-        return list(self.scores.values())[layer] if isinstance(layer, int) else self.scores[layer]
-
     def table(self) -> Table:
         """A row for each head, the largest share first."""
-        rows = [(layer, head, s) for layer, several in self.scores.items() for head, s in enumerate(several.tolist())]
-        rows.sort(key=lambda row: -abs(row[2]))
+        rows = sorted(self.rows(), key=lambda row: -abs(row[2]))
         return Table({"layer": layer, "head": head, "adds": s} for layer, head, s in rows)
 
     def __str__(self) -> str:

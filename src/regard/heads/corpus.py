@@ -92,14 +92,14 @@ def is_punctuation(token: str) -> bool:
     >>> [is_punctuation(t) for t in (",", "##.", "Ġ!", "a.", "[SEP]", "▁", "âĢĻ")]
     [True, True, True, False, False, False, True]
     """
-    token = _of_bytes(token) or token
+    token = as_text(token) or token
     for mark in ("Ġ", "▁", "</w>"):
         token = token.replace(mark, "")
     token = token.removeprefix("##") or token
     return bool(token.strip()) and all(unicodedata.category(c)[0] in "PS" for c in token.strip())
 
 
-def _of_bytes(token: str) -> str | None:
+def as_text(token: str) -> str | None:
     """What a token says that is spelled in bytes, as GPT-2's are; None for what is none, or a part of a character."""
     try:
         return bytes(_BYTES[c] for c in token).decode()
@@ -130,7 +130,7 @@ def token_kinds(tokenizer: Any) -> dict[str, list[int]]:
         "punctuation": sorted(
             number
             for token, number in vocabulary.items()
-            if token not in special and is_punctuation(token) and (not by_bytes or _of_bytes(token))
+            if token not in special and is_punctuation(token) and (not by_bytes or as_text(token))
         ),
     }
     return {name: ids for name, ids in kinds.items() if ids}
@@ -145,12 +145,12 @@ def _special(tokenizer: Any, vocabulary: Mapping[str, int]) -> set[str]:
     if added is None and hasattr(tokenizer, "get_added_tokens_decoder"):  # of tokenizers
         added = tokenizer.get_added_tokens_decoder()
     if added is None:
-        return {token for token in vocabulary if _looks_special(token)}
+        return {token for token in vocabulary if looks_special(token)}
     said = {token.content for token in added.values() if token.special}
     return said | set(getattr(tokenizer, "all_special_tokens", ()))
 
 
-def _looks_special(token: str) -> bool:
+def looks_special(token: str) -> bool:
     pairs = (("[", "]"), ("<|", "|>"), ("<", ">"))
     return len(token) > 2 and any(
         token.startswith(a) and token.endswith(b) and token[len(a) : -len(b)].replace("_", "").isalnum()

@@ -5,9 +5,7 @@ Letters: B batch, N tokens, V vocabulary.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from os import PathLike
 from typing import Any
 
 import torch
@@ -15,13 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from regard import models
-from regard.errors import bad_value, missing_extra
+from regard.errors import bad_value
 from regard.heads.ablate import ablate
 from regard.heads.importance import Importance, importance, leave_one_out
-from regard.heads.prune import prune
 from regard.models.text import TextModel
 
-__all__ = ["effect", "effects", "load_pruned", "loss_of", "save_pruned"]
+__all__ = ["effect", "effects", "loss_of"]
 
 Heads = Mapping[Any, Iterable[int]]  # layers by name or by number
 
@@ -65,35 +62,6 @@ def effects(model: TextModel, texts: Sequence[str], *, quick: bool = False, prog
     if quick and isinstance(model, models.Decoder):
         return importance(model, loss, numbers, normalize=False, progress=progress)  # type: ignore[arg-type]
     return leave_one_out(model, loss, numbers, progress=progress)  # type: ignore[arg-type]
-
-
-def save_pruned(model: TextModel, heads: Heads, path: str | PathLike[str]) -> None:
-    """Write a model of `models.load` that was pruned of `heads`: its weights, and what `load_pruned` needs to know."""
-    try:
-        from safetensors.torch import save_model
-    except ImportError:
-        raise missing_extra("safetensors", "models") from None
-    said = {"model": model.name, "heads": [[layer, list(several)] for layer, several in heads.items()]}
-    save_model(model, str(path), metadata={"regard.pruned": json.dumps(said)})
-
-
-def load_pruned(path: str | PathLike[str], model: TextModel | None = None) -> TextModel:
-    """Read a model that `save_pruned` wrote: `model` (by default the one that it was made of, by its name) is pruned in
-    the same way and filled with the weights of the file."""
-    try:
-        from safetensors import safe_open
-        from safetensors.torch import load_model
-    except ImportError:
-        raise missing_extra("safetensors", "models") from None
-    with safe_open(str(path), framework="pt") as file:
-        said = (file.metadata() or {}).get("regard.pruned")
-    if said is None:
-        raise bad_value("path", expected="a file that `save_pruned` wrote", received=str(path))
-    about = json.loads(said)
-    whole = models.load(about["model"]) if model is None else model
-    pruned = prune(whole, dict(about["heads"]))
-    load_model(pruned, str(path))
-    return pruned
 
 
 def _context(model: TextModel) -> int:

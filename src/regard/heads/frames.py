@@ -50,6 +50,13 @@ class Frame:
                 return value.shape[0], value.shape[1]
         return None
 
+    def input(self, batch: int, length: int) -> Tensor | None:
+        """The first floating-point input (batch, length, W); of the call around it, if this is handed heads."""
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:-1] == (batch, length):
+                return value.detach()
+        return self.parent.input(batch, length) if self.parent is not None and self.is_handed_heads() else None
+
     def looks_elsewhere(self) -> bool | None:
         """Whether this is cross attention, by the arguments of the call; None where they do not tell."""
         names = _parameters(type(self.module).forward)

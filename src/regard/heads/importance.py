@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value
-from regard.heads.ablate import Changes, ablate, numbers, refuse_checkpoints
+from regard.heads.ablate import Changes, ablate, head_numbers, refuse_checkpoints
 from regard.heads.attention import Attention
 from regard.heads.progress import track
-from regard.heads.table import Table
+from regard.heads.table import PerHead, Table
 
 __all__ = ["Importance", "importance", "leave_one_out"]
 
@@ -25,19 +25,14 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 @dataclass
-class Importance:
+class Importance(PerHead):
     """A number for each head: `scores[layer]` is (H,). The larger, the more the model needs it."""
 
-    scores: dict[str, Tensor]
     examples: int
-
-    def __getitem__(self, layer: str | int) -> Tensor:
-        return list(self.scores.values())[layer] if isinstance(layer, int) else self.scores[layer]
 
     def ranked(self) -> list[tuple[str, int, float]]:
         """(layer, head, score), the least needed first; heads that were not asked about (NaN) are left out."""
-        rows = [(layer, head, score) for layer, s in self.scores.items() for head, score in enumerate(s.tolist())]
-        return sorted((row for row in rows if not math.isnan(row[2])), key=lambda row: row[2])
+        return sorted((row for row in self.rows() if not math.isnan(row[2])), key=lambda row: row[2])
 
     def least(self, count: int) -> dict[str, list[int]]:
         """The heads that are needed least, as `prune` and `ablate` take them; every layer keeps one head at least."""
@@ -177,7 +172,7 @@ def _jobs(heads: Mapping[str | int, Iterable[int]] | None, layers: dict[str, int
     for key, which in heads.items():
         if key not in names or isinstance(key, bool):
             raise bad_value("heads", expected=f"layers of the model: {', '.join(layers)}", received=repr(key))
-        layer, chosen = names[key], numbers(key, which)
+        layer, chosen = names[key], head_numbers(f"heads of {key!r}", which, alone=True)
         if any(head >= layers[layer] for head in chosen):
             raise bad_value(f"heads of {layer}", expected=f"numbers below {layers[layer]}", received=chosen)
         jobs += [(layer, head) for head in chosen]

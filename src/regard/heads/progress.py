@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sized
-from typing import TypeVar
+from typing import Any, TypeVar
 
 __all__ = ["track"]
 
 T = TypeVar("T")
 
+PATIENCE = 1.0  # seconds that go by before there is a bar
 
-def track(things: Iterable[T], what: str, progress: bool = True, total: int | None = None) -> Iterator[T]:
-    """The things one after another, with a bar that says `what` is being done.
+
+def track(things: Iterable[T], what: str, progress: bool = True) -> Iterator[T]:
+    """The things one after another; where that takes more than a second, with a bar that says `what` is being done.
 
     >>> list(track([1, 2], "counting"))
     [1, 2]
     """
-    if progress and sys.stderr.isatty():
-        try:
-            from rich.console import Console
-            from rich.progress import track as bar
-        except ImportError:
-            pass
-        else:
-            total = len(things) if total is None and isinstance(things, Sized) else total
-            yield from bar(things, what, total=total, console=Console(stderr=True), transient=True)
-            return
-    yield from things
+    bar, begun = None, time.monotonic()
+    wanted = progress and sys.stderr.isatty()
+    try:
+        for done, thing in enumerate(things):
+            if wanted and time.monotonic() - begun > PATIENCE:
+                wanted, bar = False, _bar(what, len(things) if isinstance(things, Sized) else None)
+            if bar is not None:
+                bar.update(bar.task_ids[0], completed=done)
+            yield thing
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+def _bar(what: str, total: int | None) -> Any:
+    """A bar on the terminal, or None without rich."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        return None
+    bar = Progress(console=Console(stderr=True), transient=True)
+    bar.add_task(what, total=total)
+    bar.start()
+    return bar

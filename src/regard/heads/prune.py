@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value
+from regard.heads.ablate import head_numbers
 from regard.layer import MultiHeadAttention
 from regard.layouts.swap import SplitAttention, SwappedAttention
 from regard.positions import Alibi, RelativeBias, Rotary
@@ -155,7 +156,7 @@ def _chosen(
             )
         asked[id(whole)] = key
         name = first[id(whole)] or type(whole).__name__
-        yield name, whole, _numbers(name, gone)
+        yield name, whole, head_numbers(name, gone)
 
 
 def _unknown(key: str, names: dict[str, nn.Module]) -> ValueError:
@@ -168,26 +169,6 @@ def _unknown(key: str, names: dict[str, nn.Module]) -> ValueError:
         received=repr(key),
         remedy=f"did you mean {' or '.join(map(repr, near))}?" if near else f"there are {some}",
     )
-
-
-def _numbers(name: str, gone: Iterable[int]) -> list[int]:
-    """Head numbers as a list of integers, each once."""
-    given = gone.tolist() if isinstance(gone, Tensor) else gone
-    if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Iterable):
-        raise bad_type(name, expected="a list of head numbers", received=repr(given))
-    listed = list(given)
-    for number in listed:
-        if isinstance(number, bool) or not isinstance(number, Integral):
-            raise bad_type(
-                name,
-                expected="a list of head numbers",
-                received=f"{number!r} among them",
-                remedy="mask.nonzero().flatten() has the numbers of a mask" if isinstance(number, bool) else "",
-            )
-    twice = [number for number, count in Counter(listed).items() if count > 1]
-    if twice:
-        raise bad_value(name, expected="each head once", received=f"{twice[0]} more than once")
-    return [int(number) for number in listed]
 
 
 # ----------------------------------------------------------------------------------------------------

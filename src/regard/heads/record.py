@@ -9,17 +9,17 @@ Letters: B batch, H query heads, N queries, M keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from regard.errors import bad_type, bad_value
 from regard.heads.table import Table, table
-from regard.heads.texts import Text, joined, plus, sums, weights_of
-from regard.measures import Measure, rollout
+from regard.heads.texts import Text, joined, plus, remeasured, sums, weights_of
+from regard.measures import Measure, MeasureLike, as_measures, rollout
 
 __all__ = ["Layer", "Record"]
 
@@ -36,6 +36,7 @@ class Layer:
         self.texts = 0
         self.sums: dict[str, Tensor] = {}
         self.before: dict[str, Any] = {}  # how many queries (H,) those sums are over; "" those that see a key
+        self.projection: tuple[Tensor, Tensor | None] | None = None  # weight (W, H * E), bias (W,); if known
         self.uniform: Layer | None = None  # what equal weights on all visible keys would give, as one head
         self._last: dict[str, Any] | None = None
         self._means: dict[str, Any] | None = None
@@ -197,9 +198,7 @@ class Layer:
         """
         text = self.text
         assert text is not None
-        if any(piece.call is None and piece.weights is None for piece in text.pieces):
-            raise bad_value("weights", expected='a watch with keep="qk"', received="one that kept nothing",
-                            remedy='watch(model, keep="qk")')  # fmt: skip
+        self._check_kept()
         if head is None or isinstance(head, slice):
             which = list(range(self.heads)[slice(None) if head is None else head])
         else:
@@ -217,15 +216,86 @@ class Layer:
         result = result[:, 0] if isinstance(head, int) else result
         return result if batch is None else result[0]
 
+    def measure(self, measures: MeasureLike | Iterable[MeasureLike]) -> dict[str, Any]:
+        """More measures of the last text, taken now from the q and k that were kept: `{name: result}`, as `measure`
+        gives them. Those that need token ids or values have to be asked for when watching."""
+        several = as_measures(measures)
+        for one in several:
+            if one.needs_ids or one.needs_out_weight:
+                raise bad_value("measures", expected="those that need weights alone", received=repr(one),
+                                remedy="watch(model, measures=[...])")  # fmt: skip
+        assert self.text is not None
+        self._check_kept()
+        return remeasured(self.text, several)
+
+    @property
+    def exact(self) -> bool:
+        """Whether any part of the weights can be had now: q and k were kept."""
+        pieces = [] if self.text is None else self.text.pieces
+        return bool(pieces) and all(piece.call is not None or piece.weights is not None for piece in pieces)
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether `q`, `k`, `v` and `output` are there: keep="qkv", of a call that showed them."""
+        text = self.text
+        return (
+            text is not None
+            and bool(text.values)
+            and all(p.output is not None and p.call is not None for p in text.pieces)
+        )
+
+    @property
+    def has_input(self) -> bool:
+        """Whether `input` is there."""
+        return self.text is not None and all(piece.input is not None for piece in self.text.pieces)
+
+    def _check_kept(self) -> None:
+        if not self.exact:
+            raise bad_value("weights", expected='a watch with keep="qk"', received="one that kept nothing",
+                            remedy='watch(model, keep="qk")')  # fmt: skip
+
     @property
     def output(self) -> Tensor:
         """The heads' outputs in the last text, before the output projection: (B, H, N, E). Needs keep="qkv"."""
         assert self.text is not None
-        parts = [piece.output for piece in self.text.pieces]
-        if any(part is None for part in parts):
-            raise bad_value("output", expected='a watch with keep="qkv"', received="one that did not keep it",
-                            remedy='watch(model, keep="qkv")')  # fmt: skip
-        return torch.cat(parts, 2)  # type: ignore[arg-type]
+        return _whole("output", [piece.output for piece in self.text.pieces])
+
+    @property
+    def input(self) -> Tensor:
+        """What the queries of the last text were made of: (B, N, W). Needs keep="qkv", and a module that is handed
+        it."""
+        assert self.text is not None
+        parts = [piece.input for piece in self.text.pieces]
+        whole = _whole("input", parts)
+        return whole[None] if whole.dim() == 2 else whole
+
+    @property
+    def q(self) -> Tensor:
+        """The queries of the last text as they meet the keys: (B, H, N, D). Needs keep="qkv"."""
+        assert self.text is not None
+        return _whole("q", [None if piece.call is None else piece.call.q for piece in self.text.pieces])
+
+    @property
+    def k(self) -> Tensor:
+        """The keys of the last text as they meet the queries: (B, G, M, D). Needs keep="qkv"."""
+        assert self.text is not None
+        return _whole("k", list(self.text.keys) or [None])
+
+    @property
+    def v(self) -> Tensor:
+        """The values of the last text: (B, G, M, E). Needs keep="qkv"."""
+        assert self.text is not None
+        return _whole("v", list(self.text.values) or [None])
+
+    def projected(self, rows: slice | None = None) -> Tensor:
+        """What each head adds to the layer's output, its slice of the output projection applied: (B, H, N, W). Their
+        sum, and the projection's bias, are the output. Needs keep="qkv", and a projection that is known by name."""
+        if self.projection is None:
+            raise bad_value("projected", expected="an output projection that is known by its name", received="none",
+                            remedy='watch(model, keep="qkv") of a model that has one')  # fmt: skip
+        weight, output = self.projection[0], self.output[:, :, slice(None) if rows is None else rows]
+        slices = weight.unflatten(1, (self.heads, -1)).permute(1, 2, 0)  # (H, E, W)
+        return output.to(slices.dtype) @ slices
 
     def _block(self, items: slice, heads: list[int], rows: slice, cols: slice) -> Tensor:
         text = self.text
@@ -254,10 +324,18 @@ class Layer:
 
 class Record:
     """What `watch` saw. `seen.layers` are the names, in the order in which they were called; `seen[name]`, or by
-    number, is one `Layer`."""
+    number, is one `Layer`. `seen.tokens` may be set to the text's tokens, in words: pictures are labelled with them.
+
+    In a notebook a record shows itself, as a page."""
+
+    shown_by: ClassVar[Callable[[Record], str] | None] = None  # by `regard.draw`, which leans on this file
 
     def __init__(self) -> None:
         self.by_name: dict[str, Layer] = {}
+        self.tokens: Any = None  # a list; a list for each text of a batch; or a pair of source and target
+
+    def _repr_html_(self) -> str | None:
+        return None if Record.shown_by is None or not self.by_name else Record.shown_by(self)
 
     @property
     def layers(self) -> list[str]:
@@ -333,6 +411,14 @@ class Record:
         from regard.heads.store import load
 
         return load(path)
+
+
+def _whole(what: str, parts: Sequence[Tensor | None]) -> Tensor:
+    """What was kept of the pieces, as one."""
+    if any(part is None for part in parts):
+        raise bad_value(what, expected='a watch with keep="qkv"', received="one that did not keep it",
+                        remedy='watch(model, keep="qkv")')  # fmt: skip
+    return torch.cat(parts, -2)  # type: ignore[arg-type]
 
 
 def _slice(what: str, which: slice | int | None, size: int) -> slice:

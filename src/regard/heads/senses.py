@@ -29,7 +29,7 @@ from regard.attention import attend, prepare
 from regard.cache import RollingCache
 from regard.errors import bad_type, bad_value
 from regard.heads import huggingface
-from regard.heads.attention import Attention, from_huggingface, from_sdpa, output_weight
+from regard.heads.attention import Attention, from_huggingface, from_sdpa, output_projection, output_weight
 from regard.heads.frames import Frame, Frames, same_input
 from regard.heads.handwritten import FUNCTIONS, Hands, Weighed, batch_of
 from regard.kernels import Call
@@ -93,6 +93,7 @@ class Senses:
         attention = Attention(frame.name, frame.module, self.frames.forwards, kind, **known)
         ids = self.frames.ids(shape[0], shape[2])
         attention.ids = None if ids is None else ids.to(attention.device)
+        attention.input = frame.input(shape[0], shape[2])
         return attention
 
     # Sense 1: torch's own functions, and ours
@@ -143,7 +144,7 @@ class Senses:
             return out
         call = from_sdpa(turn(query), turn(key), turn(value), None if mask is None else turn.mask(mask), **options)
         attention = self._describe(frame, call.shape, call=call)
-        attention.out_weight = output_weight(frame.module, call.shape[1], call.v.shape[3])
+        _add_projection(attention, frame)
         told = self._told(attention, turn(out))
         return turn.back(told, out) if self.changes else out
 
@@ -153,7 +154,7 @@ class Senses:
         with torch.no_grad():
             call = prepare(q.detach(), k.detach(), v.detach(), **asked)
         attention = self._describe(frame, call.shape, call=call)
-        attention.out_weight = output_weight(frame.module, call.shape[1], call.v.shape[3])
+        _add_projection(attention, frame)
         cache = frame.given("cache")
         if isinstance(cache, RollingCache):  # the first few tokens, then the last ones
             held, first = call.shape[3], cache.keep_first
@@ -176,7 +177,9 @@ class Senses:
         query, key = args[0], args[1]
         attention.kind = "self" if same_input(query, key) else "cross"
         out_weight = kwargs.get("out_proj_weight", args[11] if len(args) > 11 else None)
-        attention.out_weight = None if out_weight is None else out_weight.detach()
+        bias = kwargs.get("out_proj_bias", args[12] if len(args) > 12 else None)
+        attention.out_weight, attention.out_bias = (None if x is None else x.detach() for x in (out_weight, bias))
+        attention.input = query.detach()[None] if query.dim() == 2 else query.detach().transpose(0, 1)
         heads = None
         if again:
             training = kwargs.get("training", args[13] if len(args) > 13 else True)
@@ -195,7 +198,6 @@ class Senses:
             return out, weights
         heads = self.change(attention, heads) if self.changes else heads
         merged = heads.transpose(1, 2).flatten(2)
-        bias = kwargs.get("out_proj_bias", args[12] if len(args) > 12 else None)
         new = F.linear(merged, out_weight if out_weight is not None else args[11], bias)
         return (new[0] if query.dim() == 2 else new.transpose(0, 1)), weights
 
@@ -226,7 +228,7 @@ class Senses:
         frame = self.frames.current(module)
         assert frame is not None
         attention = self._describe(frame, call.shape, call=call)
-        attention.out_weight = output_weight(module, call.shape[1], call.v.shape[3])
+        _add_projection(attention, frame)
         out, *rest = result  # out (B, N, H, E)
         changed = self._told(attention, out.transpose(1, 2)).transpose(1, 2)
         return (changed, *rest) if self.changes else result
@@ -274,7 +276,7 @@ class Senses:
             if note.about is not None:
                 call = note.about(weights[..., 0, 0])
                 attention = self._describe(frame, call.shape, call=call, output=output)
-                attention.out_weight = output_weight(frame.module, call.shape[1], call.v.shape[3])
+                _add_projection(attention, frame)
                 self.see(attention)
                 return attention
             attention = self._describe(frame, tuple(weights.shape), weights=weights, output=output)
@@ -296,6 +298,19 @@ class Senses:
                 if self.changes:
                     raise _untold(frame.name, note)
                 self._finish(note)
+
+
+def _add_projection(attention: Attention, frame: Frame) -> None:
+    """What becomes of the heads' outputs, where the module that runs, or the one that called it, tells."""
+    assert attention.call is not None
+    heads, width = attention.call.shape[1], attention.call.v.shape[3]
+    parent = None if frame.parent is None else frame.parent.module
+    projection = output_projection(frame.module, heads, width, parent=parent)
+    if projection is None:
+        return
+    attention.out_weight = output_weight(frame.module, heads, width, parent=parent)
+    bias = getattr(projection, "bias", None)
+    attention.out_bias = bias.detach() if isinstance(bias, Tensor) else None
 
 
 def _without_weights(call: Call) -> Any:

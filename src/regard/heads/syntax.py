@@ -32,6 +32,7 @@ from regard.heads import treebank
 from regard.heads.corpus import evaluating
 from regard.heads.progress import track
 from regard.heads.treebank import Sentence
+from regard.heads.watch import watch
 
 __all__ = ["Question", "Row", "Syntax", "Tally", "answered", "report", "syntax", "words_from_pieces"]
 
@@ -496,8 +497,6 @@ def _mention_heads(passage: Sequence[Sentence]) -> Iterator[tuple[str, int]]:
 def _maps(model: nn.Module, ids: Tensor) -> Iterator[tuple[str, Tensor]]:
     """For some texts of one length, (B, N), each layer's name and weights, (B, H, N, N). Only layers whose queries and
     keys are the pieces of the text."""
-    from regard.heads.watch import watch
-
     with torch.no_grad(), watch(model, measures=[], keep="qk") as seen:
         model(ids)
     for name in seen.layers:

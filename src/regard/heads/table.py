@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from regard.measures import Offsets
 if TYPE_CHECKING:
     from regard.heads.record import Layer, Record
 
-__all__ = ["Table", "table"]
+__all__ = ["PerHead", "Table", "table"]
 
 _AROUND = {"previous": -1, "itself": 0, "next": 1}  # what falls out of the offsets
 
@@ -40,6 +41,20 @@ class Table(list[dict[str, Any]]):
             aligned = [c.ljust(w) if i in text else c.rjust(w) for i, (c, w) in enumerate(zip(row, wide, strict=True))]
             lines.append("  ".join(aligned).rstrip())
         return "\n".join(lines)
+
+
+@dataclass
+class PerHead:
+    """A number for each head: `scores[layer]` is (H,); `found[layer]` the same, by name or by number in call order."""
+
+    scores: dict[str, Tensor]
+
+    def __getitem__(self, layer: str | int) -> Tensor:
+        return list(self.scores.values())[layer] if isinstance(layer, int) else self.scores[layer]
+
+    def rows(self) -> list[tuple[str, int, float]]:
+        """(layer, head, score) of every head."""
+        return [(layer, head, score) for layer, s in self.scores.items() for head, score in enumerate(s.tolist())]
 
 
 def _shown(value: Any) -> str:

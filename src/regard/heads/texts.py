@@ -22,7 +22,7 @@ from regard.masks import Keep, Padding, conjuncts
 from regard.measures import Measure, Measurements, Plane, Strip, Survey, TopLinks
 from regard.positions import DenseBias
 
-__all__ = ["Piece", "Text", "joined", "measured", "padding", "plus", "runs", "sums", "weights_of"]
+__all__ = ["Piece", "Text", "joined", "measured", "padding", "plus", "remeasured", "runs", "sums", "weights_of"]
 
 
 @dataclass
@@ -37,6 +37,7 @@ class Piece:
     call: Call | None = None  # with neither k nor v, if it was kept and `Text.keys` have them
     weights: Tensor | None = None  # (B, H, N, M) if it was kept and the model wrote attention by hand
     output: Tensor | None = None  # (B, H, N, E) if it was kept
+    input: Tensor | None = None  # (B, N, W) if it was kept and known
 
     @property
     def numbers(self) -> Tensor:
@@ -59,6 +60,7 @@ class Text:
     total: int = 0  # keys so far, those that were dropped from a cache included
     ids: Tensor | None = None  # (1|B, total)
     keys: list[Tensor] = field(default_factory=list)  # kept: (B, G, m, D), each key once
+    values: list[Tensor] = field(default_factory=list)  # kept: (B, G, m, E), each value once
     by_key: dict[str, Tensor] = field(default_factory=dict)  # sums of all pieces so far, where there are several
 
     def add(self, piece: Piece, axes: dict[str, str]) -> None:
@@ -165,12 +167,12 @@ def joined(text: Text, measures: list[Measure]) -> dict[str, Any]:
                 result[name] = torch.stack(parts).sum(0)
     maps = [one for one in measures if "map" in one.gives.values()]
     if maps:
-        result |= _maps(text, maps)
+        result |= remeasured(text, maps)
     return result
 
 
-def _maps(text: Text, measures: list[Measure]) -> dict[str, Any]:
-    """Pictures of the whole text, for which the pieces were kept: a piece is a strip."""
+def remeasured(text: Text, measures: list[Measure]) -> dict[str, Any]:
+    """Measures of the whole text, taken now of the pieces that were kept: a piece is a strip, or several."""
     batch, heads = text.shape
     keys = torch.cat(text.keys, 2) if text.keys else None
     dtype, device = _dtype(text.pieces[0]), text.pieces[0].found.seen.device

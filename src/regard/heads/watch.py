@@ -36,7 +36,8 @@ class watch(Senses):
         layers: names of the layers to watch, or a function of the name; all by default. "encoder.layer.1" stands for
             all that is below it.
         keep: "qk" keeps queries and keys, so that `seen[layer].weights(...)` gives any part of the weights later,
-            exactly; "qkv" also what comes of them, `seen[layer].output`, which `ablate` can put in. O(N) memory.
+            exactly; "qkv" also values and what comes of them, `seen[layer].output`, which `ablate` can put in, and
+            `seen[layer].projected()`, what each head adds to the layer's output. O(N) memory.
 
     Gives a `Record`. Outputs, gradients and random numbers are those of the model unwatched; everything is put back
     when the block ends, whatever happened in it. A watch that saw nothing raises, and says why.
@@ -117,6 +118,8 @@ class watch(Senses):
         found = measured(attention, self.measures, text, numbers)
         piece = Piece(n, runs(numbers), found, padding(attention))
         self._remember(text, piece, attention, goes_on)
+        if self.keep == "qkv" and attention.out_weight is not None:
+            layer.projection = attention.out_weight, attention.out_bias
         if layer.uniform is None:
             layer.uniform = Layer(name, attention.kind, self.baselines)
         self._baseline(layer.uniform, attention, text, numbers, goes_on, again)
@@ -165,6 +168,7 @@ class watch(Senses):
         keeps = self.keep is not None or any("map" in one.gives.values() for one in self.measures)
         if self.keep == "qkv" and attention.output is not None:
             piece.output = attention.output.clone()
+            piece.input = None if attention.input is None else attention.input.clone()
         if not keeps:
             return
         if call is None:
@@ -174,10 +178,11 @@ class watch(Senses):
         if attention.cache is not None:  # its keys are turned anew for every piece
             piece.call = replace(call, q=call.q.clone(), k=call.k.clone(), v=call.v[:, :, :0], dropout=None)
             return
-        if attention.kind == "self" and goes_on:
-            text.keys.append(call.k[:, :, m - n :].clone())
-        elif not goes_on:
-            text.keys = [call.k.clone()]
+        if attention.kind == "self" or not goes_on:  # (what is looked at across is the same in every piece)
+            new = slice(m - n if goes_on else 0, m)
+            text.keys.append(call.k[:, :, new].clone())
+            if self.keep == "qkv":
+                text.values.append(call.v[:, :, new].clone())
         nothing = call.k[:, :, :0]
         piece.call = replace(call, q=call.q.clone(), k=nothing, v=nothing, dropout=None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -18,14 +19,13 @@ __all__ = ["describe", "facts", "walk"]
 def facts(model: TextModel) -> dict[str, str]:
     """What a model is, in a few lines of name and value."""
     config = model.config
-    kv, width = config.num_kv_heads or config.num_heads, config.head_dim or config.embed_dim // config.num_heads
-    shared = "" if kv == config.num_heads else f", {kv} kv heads"
+    counts, width = _head_counts(model), config.head_dim or config.embed_dim // config.num_heads
     parameters = sum(p.numel() for p in model.parameters())
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     seen = sorted({window for i in range(config.layers) if (window := config.window_of(i)) is not None})
     lines = {
         "family": f"{config.family}, {config.kind}",
-        "layers": f"{config.layers}, each with {config.num_heads} heads of width {width}{shared}",
+        "layers": f"{config.layers}, {_heads(counts, width)}",
         "widths": f"{config.embed_dim:,} (model), {config.inner:,} (feed-forward), {config.vocabulary:,} (vocabulary)",
         "positions": f"{config.positions}, {config.context:,} tokens" if config.context else config.positions,
         "parameters": f"{parameters:,} ({str(model.dtype).removeprefix('torch.')}, {size / 2**20:,.1f} MB)",
@@ -34,10 +34,35 @@ def facts(model: TextModel) -> dict[str, str]:
         lines["window"] = ", ".join(map(str, seen)) + " tokens"
     if config.kind == "decoder":
         element = next(model.parameters()).element_size()
-        lines["cache"] = f"{config.layers * kv * 2 * width * element:,} bytes per token, all layers together"
+        lines["cache"] = f"{sum(kv for _, kv in counts) * 2 * width * element:,} bytes per token, all layers together"
     if model.unused:
         lines["left aside"] = ", ".join(dict.fromkeys(name.rsplit(".", 1)[0] for name in model.unused))
     return lines
+
+
+def _head_counts(model: TextModel) -> list[tuple[int, int]]:
+    """How many heads and kv heads each layer has now; the config tells how many there were before pruning."""
+    layers = [block.attention for block in model.blocks if isinstance(block, Block)]
+    return [(layer.num_heads, layer.num_kv_heads) for layer in layers]
+
+
+def _heads(counts: list[tuple[int, int]], width: int) -> str:
+    """The heads of all layers in words; where layers differ, run by run of those that are alike.
+
+    >>> _heads([(9, 3), (9, 3), (9, 3)], 64)
+    'each with 9 heads of width 64, 3 kv heads'
+    >>> _heads([(9, 3), (9, 3), (4, 4)], 64)
+    'with heads of width 64: 9 (3 kv) in layers 0-1, 4 in layer 2'
+    """
+    if len(set(counts)) == 1:
+        heads, kv = counts[0]
+        return f"each with {heads} heads of width {width}" + ("" if kv == heads else f", {kv} kv heads")
+    said = []
+    for (heads, kv), run in groupby(range(len(counts)), key=counts.__getitem__):
+        first, *rest = run
+        where = f"layers {first}-{rest[-1]}" if rest else f"layer {first}"
+        said.append(f"{heads}{'' if kv == heads else f' ({kv} kv)'} in {where}")
+    return f"with heads of width {width}: {', '.join(said)}"
 
 
 def walk(block: Block, tokens: int) -> list[Step]:
@@ -74,4 +99,5 @@ def describe(model: TextModel, tokens: int) -> str:
     head = [model.name or model.config.family, *(f"  {name:<{wide}}  {value}" for name, value in lines.items())]
     first = model.blocks[0]
     assert isinstance(first, Block)
-    return "\n".join([*head, "", f"One layer of {model.config.layers}, {tokens:,} tokens:", table(walk(first, tokens))])
+    which = "One layer" if len(set(_head_counts(model))) == 1 else "Layer 0"
+    return "\n".join([*head, "", f"{which} of {model.config.layers}, {tokens:,} tokens:", table(walk(first, tokens))])

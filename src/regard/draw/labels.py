@@ -1,0 +1,114 @@
+"""Tokens as a reader reads them: without the marks of tokenizers; which are special, and which make one word."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from regard.heads.corpus import as_text, looks_special
+
+__all__ = ["Labels"]
+
+_VISIBLE = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥", "\0": "␀"})  # (what has no shape of its own)
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how sentencepiece spells what it has no piece for
+
+
+@dataclass(frozen=True)
+class Labels:
+    """The tokens of one text: `text` to be read, which are `special`, and the number of the `word` each is part of."""
+
+    text: list[str]
+    special: list[bool]
+    word: list[int]
+
+    @classmethod
+    def of(cls, tokens: Iterable[object], special: Collection[str] = ()) -> Labels:
+        """From tokens as a tokenizer spells them. `special` are those it calls so; else those that look it.
+
+        >>> labels = Labels.of(["[CLS]", "the", "un", "##seen", "[SEP]"])
+        >>> labels.words, labels.special
+        (['[CLS]', 'the', 'unseen', '[SEP]'], [True, False, False, False, True])
+        >>> Labels.of(["Once", "Ġup", "on", "Ċ"]).text
+        ['Once', 'up', 'on', '⏎']
+        """
+        spelled = [str(token) for token in tokens]
+        marks = _marks(spelled)
+        text = [_readable(token, marks) for token in spelled]
+        is_special = [token in special if special else looks_special(token) for token in spelled]
+        word, number = [], -1
+        for i, token in enumerate(spelled):
+            before = spelled[i - 1] if i else ""
+            if not i or is_special[i] or is_special[i - 1] or _begins(token, before, marks):
+                number += 1
+            word.append(number)
+        return cls(text, is_special, word)
+
+    @classmethod
+    def numbers(cls, count: int) -> Labels:
+        """For what has no tokens, such as patches of a picture: 0, 1, 2 ..."""
+        return cls([str(i) for i in range(count)], [False] * count, list(range(count)))
+
+    def padded(self, count: int) -> Labels:
+        """With as many more, without a name, as make `count`: padding, or keys that a layer adds to its text."""
+        more = count - len(self.text)
+        last = self.word[-1] if self.word else -1
+        extra = [last + 1 + i for i in range(more)]
+        return Labels(self.text + [f"+{i + 1}" for i in range(more)], self.special + [True] * more, self.word + extra)
+
+    @property
+    def words(self) -> list[str]:
+        """The words, each of one token or more."""
+        found: list[str] = []
+        for text, word in zip(self.text, self.word, strict=True):
+            if word == len(found):
+                found.append(text)
+            else:
+                found[word] += text.removeprefix("##")
+        return found
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+
+def _marks(tokens: Sequence[str]) -> str:
+    """How a tokenizer marks words: "##" within one, "Ġ" (bytes) or "▁" at the start of one, "</w>" at its end."""
+    if any(token.startswith("##") and len(token) > 2 for token in tokens):
+        return "##"
+    for mark in ("Ġ", "▁"):
+        if any(token.startswith(mark) for token in tokens):
+            return mark
+    if any(token.endswith("</w>") for token in tokens):
+        return "</w>"
+    return "Ġ" if any("Ċ" in token for token in tokens) else ""
+
+
+def _begins(token: str, before: str, marks: str) -> bool:
+    """Whether a token begins a word, after the one before it."""
+    if marks == "##":
+        return not token.startswith("##")
+    if marks == "</w>":
+        return before.endswith("</w>")
+    if marks:  # letters and digits go on; a mark, a space or a sign begins
+        plain = as_text(token) if marks == "Ġ" else token
+        return token.startswith(marks) or not (plain or token)[0].isalnum() or not _ends_in_word(before, marks)
+    return True
+
+
+def _ends_in_word(token: str, marks: str) -> bool:
+    plain = as_text(token) if marks == "Ġ" else token
+    return bool(token) and ((plain or token)[-1].isalnum() or token == marks)
+
+
+def _readable(token: str, marks: str) -> str:
+    """A token without its marks, with a visible shape for what has none."""
+    if marks == "Ġ":
+        token = as_text(token) or token
+        token = token.removeprefix(" ") or "␣"
+    elif marks in ("▁", "</w>"):
+        token = (token.removeprefix("▁") if marks == "▁" else token.removesuffix("</w>")).replace("▁", " ") or "␣"
+    byte = _BYTE.fullmatch(token)
+    if byte and int(byte[1], 16) < 128:
+        token = chr(int(byte[1], 16))
+    token = "".join(c if c.isprintable() or c in "\n\r\t\0" else f"\\u{ord(c):04x}" for c in token)
+    return token.translate(_VISIBLE) if token.strip(" ") else "␣" * max(len(token), 1)

@@ -1,0 +1,156 @@
+"""One self-contained HTML file that shows every head: no request to anywhere, at any length (docs/page.md)."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from os import PathLike
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from regard.draw.page.pack import Packed, packed
+from regard.draw.scene import Scene
+from regard.errors import bad_type, bad_value
+from regard.heads import Record
+
+__all__ = ["document", "notebook", "page", "scenes"]
+
+# In this order: a file may use what stands in those before it.
+SCRIPTS = ("dom", "data", "colour", "state", "picture", "map", "links", "view_model", "view_head", "view_flow",
+           "view_table", "view_compare", "save", "live", "main")  # fmt: skip
+LIMIT = 15_000_000
+IN_NOTEBOOKS = 4_000_000  # bytes: notebooks are saved with what they show
+HEIGHT = 780  # pixels, in notebooks
+
+
+def page(
+    seen: Record | Mapping[str, Record],
+    tokens: Any = None,
+    path: str | PathLike[str] | None = None,
+    *,
+    title: str | None = None,
+    item: int = 0,
+    limit: int = LIMIT,
+) -> str:
+    """Draw a record as one HTML file that opens anywhere, without a network: all heads, one head, the flow of one
+    token, a table, comparisons.
+
+    Args:
+        seen: what `watch` saw, best with keep="qkv": q and k give maps, v gives the flow. Several records by name can
+            be compared: two texts, or one text with and without some heads.
+        tokens: the text's tokens, as for `Scene`; for several records the same for all, or a mapping by name.
+        path: the file to write; without one nothing is written.
+        title: what stands above it.
+        item: which text of the batch.
+        limit: bytes that the page may have. It is as exact as fits: all weights in 16 bits, in 8, or a pooled map with
+            exact crops and the strongest links.
+
+    Returns the HTML.
+
+    >>> import torch, regard
+    >>> layer = regard.MultiHeadAttention(16, num_heads=2)
+    >>> with regard.watch(layer, keep="qkv") as seen, torch.no_grad():
+    ...     _ = layer(torch.randn(1, 3, 16))
+    >>> page(seen, ["one", "two", "three"])[:15]
+    '<!doctype html>'
+    """
+    if not isinstance(limit, int) or limit < 200_000:
+        raise bad_value("limit", expected="at least 200000 bytes", received=repr(limit))
+    drawn = scenes(seen, tokens, item)
+    if title is None:
+        title = _title(next(iter(drawn.values())))
+    made = document(packed(drawn, title=title, limit=limit))
+    if path is not None:
+        Path(path).write_text(made, encoding="utf-8")
+    return made
+
+
+def _title(scene: Scene) -> str:
+    """The beginning of the text, without marks; of what has no tokens, its sizes."""
+    labels = scene[-1].queries
+    if labels.text == [str(i) for i in range(len(labels))]:
+        return f"{len(scene)} layers, {len(labels)} tokens"
+    marks = {word for word, special in zip(labels.word, labels.special, strict=True) if special}
+    words = [word for number, word in enumerate(labels.words) if number not in marks]
+    return " ".join(words[:12]) + (" …" if len(words) > 12 else "")
+
+
+def scenes(seen: Record | Mapping[str, Record], tokens: Any = None, item: int = 0) -> dict[str, Scene]:
+    """Records by name, with their tokens."""
+    if isinstance(seen, Record):
+        return {"text": Scene(seen, tokens, item=item)}
+    if not isinstance(seen, Mapping) or not seen or not all(isinstance(one, Record) for one in seen.values()):
+        raise bad_type("seen", expected="a record, or a mapping of names to records", received=type(seen).__name__,
+                       remedy="what `regard.watch` gives")  # fmt: skip
+    named = isinstance(tokens, Mapping)
+    if named and set(tokens) != set(seen):
+        raise bad_value(
+            "tokens", expected=f"those of {', '.join(map(str, seen))}", received=", ".join(map(str, tokens))
+        )
+    return {str(name): Scene(one, tokens[name] if named else tokens, item=item) for name, one in seen.items()}
+
+
+def document(content: Packed, *, live: Mapping[str, Any] | None = None) -> str:
+    """The HTML of some content. `live` is what a served page needs to know; then it may ask its own server, and nobody
+    else."""
+    style, script = _style(), _script()
+    policy = [
+        "default-src 'none'",
+        f"script-src '{_hash(script)}'",
+        f"style-src '{_hash(style)}'",
+        "img-src data: blob:",  # (a view becomes a PNG by way of an image)
+        *(["connect-src 'self'"] if live else []),
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+    meta = dict(content.meta) | ({"live": dict(live)} if live else {})
+    blobs = [
+        f'<script type="application/octet-stream" id="blob-{name}">{base64.b64encode(data).decode()}</script>'
+        for name, data in content.blobs.items()
+    ]
+    return Template(_read("index.html")).substitute(
+        policy="; ".join(policy), title=html.escape(content.meta["title"] or "regard"), style=style,
+        meta=as_json(meta), blobs="\n".join(blobs), script=script
+    )  # fmt: skip
+
+
+def as_json(value: Any) -> str:
+    """JSON that can stand inside a script element: no character of it ends one."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for sign in "<>&\u2028\u2029":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
+
+
+def notebook(record: Record) -> str:
+    """What a notebook shows of a record: the page in a frame of its own, so that neither can touch the other."""
+    inside = html.escape(page(record, limit=IN_NOTEBOOKS), quote=True)
+    return (
+        f'<iframe srcdoc="{inside}" width="100%" height="{HEIGHT}" style="border:0;max-width:100%" title="regard" '
+        'sandbox="allow-scripts allow-downloads allow-modals"></iframe>'
+    )
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _read(name: str) -> str:
+    return (files(__package__ or "regard.draw.page") / name).read_text(encoding="utf-8")
+
+
+@cache
+def _style() -> str:
+    return _read("style.css")
+
+
+@cache
+def _script() -> str:
+    """All files in one scope of their own."""
+    return '(() => {\n"use strict";\n' + "\n".join(_read(f"app/{name}.js") for name in SCRIPTS) + "\n})();\n"

@@ -1,0 +1,71 @@
+// Colours: even steps of lightness, so that maps read the same in grey and to every eye. Computed in OKLab.
+
+function oklab(lightness, a, b) {
+  const l = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3;
+  const m = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3;
+  const s = (lightness - 0.0894841775 * a - 1.291485548 * b) ** 3;
+  const linear = [
+    4.0767416621 * l - 3.3077115913 * m + 0.2309699292 * s,
+    -1.2684380046 * l + 2.6097574011 * m - 0.3413193965 * s,
+    -0.0041960863 * l - 0.7034186147 * m + 1.707614701 * s,
+  ];
+  return linear.map((x) => {
+    const c = clamp(x, 0, 1);
+    return Math.round(255 * (c <= 0.0031308 ? 12.92 * c : 1.055 * c ** (1 / 2.4) - 0.055));
+  });
+}
+
+// Through points [lightness, a, b], at even distances.
+function ramp(points, steps = 256) {
+  return range(steps).map((i) => {
+    const t = (i / (steps - 1)) * (points.length - 1);
+    const k = Math.min(Math.floor(t), points.length - 2);
+    return oklab(...range(3).map((axis) => points[k][axis] + (t - k) * (points[k + 1][axis] - points[k][axis])));
+  });
+}
+
+const RAMPS = {
+  light: ramp([[0.995, 0, 0], [0.8, -0.045, -0.06], [0.6, -0.04, -0.125], [0.42, -0.005, -0.15], [0.25, 0.02, -0.09]]),
+  dark: ramp([[0.2, 0, -0.01], [0.4, 0.02, -0.13], [0.58, 0.04, -0.08], [0.77, 0.04, 0.08], [0.96, -0.02, 0.1]]),
+};
+const DIVERGING = {
+  light: ramp([[0.42, -0.02, -0.15], [0.72, -0.05, -0.09], [0.985, 0, 0], [0.75, 0.07, 0.1], [0.48, 0.1, 0.1]]),
+  dark: ramp([[0.78, -0.06, -0.11], [0.5, -0.02, -0.13], [0.22, 0, 0], [0.55, 0.08, 0.1], [0.82, 0.05, 0.13]]),
+};
+
+// A colour and a sign for each role; the sign tells where the colour does not.
+const ROLES = {
+  induction: ["#cc3311", "I"], duplicate: ["#ee7733", "D"], previous: ["#0077bb", "←"], next: ["#33bbee", "→"],
+  itself: ["#009988", "•"], separator: ["#aa4499", "S"], punctuation: ["#882255", "P"], first: ["#777777", "1"],
+  local: ["#117733", "L"], "long-range": ["#999933", "R"], broad: ["#ddaa33", "B"],
+};
+const roleColour = (role) => (ROLES[role] ? ROLES[role][0] : "transparent");
+const roleSign = (role) => (ROLES[role] ? ROLES[role][1] : "");
+
+const theme = () => document.documentElement.dataset.theme;
+const css = ([r, g, b]) => `rgb(${r},${g},${b})`;
+
+// How a value from 0 to 1 becomes a step of the ramp: small weights are lifted by the root.
+const SCALES = { linear: (x) => x, root: Math.sqrt };
+
+function colourOf(share, scale = "root") {
+  return css(RAMPS[theme()][Math.round(255 * SCALES[scale](clamp(share, 0, 1)))]);
+}
+
+// A picture of values (rows, cols), one pixel for each: from 0 to `top`, or from -top to top where `signed`.
+function painted(values, rows, cols, top, { signed = false, scale = "root" } = {}) {
+  const canvas = element("canvas", { width: Math.max(cols, 1), height: Math.max(rows, 1) });
+  const context = canvas.getContext("2d");
+  const image = context.createImageData(canvas.width, canvas.height);
+  const colours = (signed ? DIVERGING : RAMPS)[theme()];
+  const curve = SCALES[scale];
+  const pixels = new Uint32Array(image.data.buffer);
+  const packed = Uint32Array.from(colours, ([r, g, b]) => (255 << 24) | (b << 16) | (g << 8) | r);
+  for (let i = 0; i < rows * cols; i++) {
+    const share = top > 0 ? values[i] / top : 0;
+    const step = signed ? 127.5 + 127.5 * Math.sign(share) * curve(Math.min(Math.abs(share), 1)) : 255 * curve(clamp(share, 0, 1));
+    pixels[i] = packed[Math.round(step)];
+  }
+  context.putImageData(image, 0, 0);
+  return canvas;
+}

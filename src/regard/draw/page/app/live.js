@@ -1,0 +1,101 @@
+// The page while it is served: ask for another text, see how far it is, stop it; exact crops where one zooms in.
+
+class Live {
+  constructor(about) {
+    this.about = about; // { models: [{ name, kind }], limit, text, model }
+    this.job = null;
+  }
+
+  begin(app) {
+    this.app = app;
+    this.form = this.made();
+    document.getElementById("top").after(this.form);
+  }
+
+  header() {}
+
+  made() {
+    const { about } = this;
+    this.text = element("textarea", { id: "live-text", rows: 2, maxlength: about.limit, "aria-label": "text", placeholder: "A text to look at", dir: "auto", value: about.text || "" });
+    this.model = element("select", { id: "live-model" }, about.models.map(({ name, kind }) => element("option", { value: name, selected: name === about.model }, `${name} (${kind})`)));
+    this.more = element("input", { id: "live-more", type: "number", min: 0, max: about.most, value: 0 });
+    this.go = element("button", { id: "live-go" }, "Look");
+    this.stop = element("button", { id: "live-stop", type: "button", hidden: true, onclick: () => this.cancel() }, "Stop");
+    this.bar = element("progress", { max: 1, value: 0, hidden: true, "aria-label": "progress" });
+    this.said = element("span", { role: "status", id: "live-said" });
+    return element("form", { class: "live", onsubmit: (event) => this.ask(event) }, this.text,
+      element("div", { class: "controls" }, field("Model", this.model), field("Generate", this.more), this.go, this.stop, this.bar, this.said));
+  }
+
+  async ask(event) {
+    event.preventDefault();
+    if (this.job) return;
+    this.busy(true);
+    this.said.textContent = "";
+    try {
+      const asked = await this.call("POST", "api/look", { text: this.text.value, model: this.model.value, generate: Number(this.more.value) || 0 });
+      this.job = asked.job;
+      await this.follow();
+    } catch (error) {
+      this.said.textContent = error.message;
+    }
+    this.job = null;
+    this.busy(false);
+  }
+
+  async follow() {
+    for (let wait = 60; ; wait = Math.min(2 * wait, 800)) {
+      const now = await this.call("GET", `api/jobs/${this.job}`);
+      this.bar.value = now.progress;
+      this.said.textContent = now.said;
+      if (now.state === "failed" || now.state === "stopped") throw new Error(now.said);
+      if (now.state === "done") break;
+      await new Promise((done) => setTimeout(done, wait));
+    }
+    const { meta, blobs } = await this.call("GET", `api/jobs/${this.job}/page`);
+    this.record = this.job;
+    this.said.textContent = "";
+    this.app.load(new Data(meta, (name) => blobs[name]));
+  }
+
+  busy(on) {
+    this.go.disabled = on;
+    this.stop.hidden = this.bar.hidden = !on;
+    this.bar.value = 0;
+  }
+
+  cancel() {
+    if (this.job) this.call("DELETE", `api/jobs/${this.job}`).catch(() => {});
+  }
+
+  async call(method, path, body) {
+    const answer = await fetch(path, { method, headers: body ? { "content-type": "application/json" } : {}, body: body ? JSON.stringify(body) : undefined });
+    const said = await answer.json().catch(() => ({ error: `the server answered ${answer.status}` }));
+    if (!answer.ok) throw new Error(said.error || `the server answered ${answer.status}`);
+    return said;
+  }
+
+  // The part of a pooled map that is in sight, exactly, if it is small enough to be asked for.
+  async zoomed(view) {
+    const { map } = view;
+    const { picture } = map;
+    const { layer, head } = picture;
+    if (!layer.pooled || !this.record || !map.exact) return;
+    const [r0, r1, c0, c1] = map.window;
+    const [tall, wide] = map.tokens;
+    const part = [Math.floor(r0 * tall), Math.ceil(r1 * tall), Math.floor(c0 * wide), Math.ceil(c1 * wide)];
+    if (part[1] - part[0] > this.about.crop || part[3] - part[2] > this.about.crop) return;
+    const inside = (crop) => crop.head === head && crop.row <= part[0] && crop.col <= part[2] && crop.row + crop.shape[1] >= part[1] && crop.col + crop.shape[2] >= part[3];
+    if (layer.crops.some(inside)) return;
+    const asked = (this.asked = [layer.index, head, ...part].join());
+    await new Promise((done) => setTimeout(done, 150)); // until the zoom rests
+    if (this.asked !== asked) return;
+    const crop = await this.call("GET", `api/jobs/${this.record}/crop?layer=${layer.index}&head=${head}&rows=${part[0]}-${part[1]}&cols=${part[2]}-${part[3]}`).catch(() => null);
+    if (!crop) return;
+    crop.codes = whole(Uint8Array.from(atob(crop.data), (letter) => letter.charCodeAt(0)), crop);
+    layer.crops.push(crop);
+    if (map.picture !== picture) return;
+    map.paint();
+    map.draw();
+  }
+}

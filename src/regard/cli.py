@@ -4,6 +4,8 @@ regard models                      what is installed
 regard describe smollm2            the walk of a text through one layer, with real shapes
 regard embed "a cat" "a kitten"    sentence embeddings, and how alike they are
 regard generate "Once upon a"      text, as it is written
+regard look "The cat that I saw"   what every head attends to: in the terminal, in a page, in a figure
+regard serve                       the same page, live: type a text, pick a model, see it
 regard heads "The cat that I saw"  what each head does: its role, with score and baseline
 regard ablate "The cat that I saw" which heads matter to a text; or what happens without some of them
 regard prune small.safetensors     a smaller model, without the heads that matter least
@@ -13,16 +15,18 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+import webbrowser
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 
+from regard import draw, measures, models
 from regard import heads as lens
-from regard import measures, models
 from regard.errors import bad_value, missing_extra
-from regard.heads.progress import track
+from regard.heads.progress import told, track
 from regard.layer import MultiHeadAttention
 
 try:
@@ -144,6 +148,77 @@ def generate(
 
 
 @app.command()
+def look(
+    text: Annotated[str, typer.Argument(help="A text, a file with one, or - for standard input.")],
+    model: Model = "minilm",
+    layer: Annotated[int | None, typer.Option(help="All heads of this layer, large.")] = None,
+    head: Annotated[int | None, typer.Option(help="This head of the layer, with its strongest links.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the page, one file that opens anywhere.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write a figure: .png, .svg or .pdf.")] = None,
+    open_page: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    generate: Annotated[int, typer.Option("--generate", "-n", min=0, help="Tokens that a decoder goes on for.")] = 16,
+    without: Annotated[
+        list[str] | None, typer.Option(help="Compare with the model without this head, as layer.head; may be repeated.")
+    ] = None,
+    against: Annotated[str | None, typer.Option(help="Compare with another text.")] = None,
+    dtype: Dtype = None,
+    check: Check = True,
+) -> None:
+    """What every head attends to: a picture in the terminal at once, the page and a figure on request."""
+    if head is not None and layer is None:
+        raise bad_value("head", expected="a layer with it", received="none", remedy="--layer 0 --head 2")
+    if (without or against) and html is None and not open_page:
+        raise bad_value("--without and --against", expected="a page to compare in", received="none",
+                        remedy="--html FILE, or --open")  # fmt: skip
+    loaded = _load(model, dtype, check)
+    written = _text(text)
+    more = generate if isinstance(loaded, models.Decoder) else 0
+
+    def read(what: str) -> lens.Record:
+        with told("Looking") as progress:
+            return draw.read(loaded, None, what, generate=more, progress=progress)
+
+    seen = read(written)
+    draw.terminal(seen, layer=layer, head=head)
+    if seen.generated is not None:
+        _out.print(f"\ngenerated: {seen.generated}", markup=False)
+    records = {_short(written): seen}
+    if against is not None:
+        records[_short(_text(against))] = read(_text(against))
+    if without:
+        with lens.ablate(loaded, {**_heads_of(without)}):
+            records[f"without {', '.join(without)}"] = read(written)
+    if png is not None:
+        draw.figure(seen, path=png, layer=layer, head=head)
+        _aside.print(f"figure: {png}", markup=False)
+    if html is not None or open_page:
+        where = html or Path(tempfile.mkdtemp(prefix="regard-")) / "look.html"
+        draw.page(records, path=where, title=f"{model}: {_short(written, 60)}")
+        _aside.print(f"page: {where.resolve()} ({where.stat().st_size / 1e6:.1f} MB)", markup=False)
+        if open_page:
+            webbrowser.open(where.resolve().as_uri())
+
+
+@app.command()
+def serve(
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8808,
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", "-m", help="A model to offer: a name, a folder, a GGUF file; may be repeated."),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Who may connect: this machine only, unless you say otherwise.")
+    ] = "127.0.0.1",
+    open_page: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+) -> None:
+    """The page, live on this machine: type a text, pick a model, see what its heads attend to."""
+    from regard.serve import serve as run
+
+    offered = model or [name for name, embedded in models.EMBEDDED.items() if embedded.installed() is not None]
+    run(offered, host=host, port=port, open_browser=open_page)
+
+
+@app.command()
 def heads(
     text: Annotated[str, typer.Argument(help="A text, a file with one, or - for standard input.")] = "",
     model: Model = "minilm",
@@ -203,7 +278,7 @@ def ablate(
     what = "nats per token" if decoder else "1 - cosine with the intact embedding"
     if not head:
         found = lens.effects(loaded, lines, quick=quick)
-        gradients = quick and decoder  # (as `effects` does: of an encoder they are 0)
+        gradients = quick and decoder  # (as in `effects`: where nothing has moved, those of an encoder are 0)
         _out.print(
             "Sensitivity of the loss to each head:" if gradients else f"How much more {what}, without each head:"
         )
@@ -262,6 +337,12 @@ def _text(given: str) -> str:
         return path.read_text(encoding="utf-8") if len(given) < 4096 and path.is_file() else given
     except (OSError, ValueError):  # no name of a file: too long for one, or with a character that none has
         return given
+
+
+def _short(text: str, length: int = 40) -> str:
+    """The beginning of a text, in one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= length else line[: length - 1] + "…"
 
 
 def _watched(model: Any, text: str) -> Any:

@@ -1,1 +1,11 @@
-"""Pictures of what heads attend to: in the terminal, as a figure, as one page."""
+"""Pictures of what heads attend to: in the terminal, as a figure, as one page that opens anywhere."""
+
+from regard.draw.figure import figure
+from regard.draw.look import look, read
+from regard.draw.page import notebook, page
+from regard.draw.terminal import terminal
+from regard.heads import Record
+
+__all__ = ["figure", "look", "page", "read", "terminal"]
+
+Record.shown_by = staticmethod(notebook)  # a record shows itself in a notebook

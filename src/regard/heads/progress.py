@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-__all__ = ["track"]
+__all__ = ["told", "track"]
 
 T = TypeVar("T")
 
@@ -29,6 +30,30 @@ def track(things: Iterable[T], what: str, progress: bool = True) -> Iterator[T]:
             if bar is not None:
                 bar.update(bar.task_ids[0], completed=done)
             yield thing
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+@contextmanager
+def told(what: str) -> Iterator[Callable[[float], None]]:
+    """Within it, a function that is told how far something is, from 0 to 1; after a second there is a bar for it.
+
+    >>> with told("counting") as far:
+    ...     far(0.5)
+    """
+    bar, begun = None, time.monotonic()
+    wanted = sys.stderr.isatty()
+
+    def far(share: float) -> None:
+        nonlocal bar, wanted
+        if wanted and time.monotonic() - begun > PATIENCE:
+            wanted, bar = False, _bar(what, 1)
+        if bar is not None:
+            bar.update(bar.task_ids[0], completed=share)
+
+    try:
+        yield far
     finally:
         if bar is not None:
             bar.stop()

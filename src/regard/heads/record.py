@@ -333,6 +333,7 @@ class Record:
     def __init__(self) -> None:
         self.by_name: dict[str, Layer] = {}
         self.tokens: Any = None  # a list; a list for each text of a batch; or a pair of source and target
+        self.generated: str | None = None  # what the model wrote, where `look` had it
 
     def _repr_html_(self) -> str | None:
         return None if Record.shown_by is None or not self.by_name else Record.shown_by(self)

@@ -1,4 +1,7 @@
-"""A record as a table: a row for each layer and head, a column for each measure that is one number per head."""
+"""A record as a table: a row for each layer and head, a column for each measure that is one number per head.
+
+`PerHead` is what other numbers of heads have in common: importance, attribution.
+"""
 
 from __future__ import annotations
 

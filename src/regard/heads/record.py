@@ -40,6 +40,7 @@ class Layer:
         self.uniform: Layer | None = None  # what equal weights on all visible keys would give, as one head
         self._last: dict[str, Any] | None = None
         self._means: dict[str, Any] | None = None
+        self._added: dict[str, tuple[Tensor, Tensor]] | None = None
 
     @property
     def axes(self) -> dict[str, str]:
@@ -80,8 +81,10 @@ class Layer:
         return self._last
 
     def _sums(self) -> dict[str, tuple[Tensor, Tensor]]:
-        assert self.text is not None
-        return sums(self.text, self.measures, self.last())
+        if self._added is None:
+            assert self.text is not None
+            self._added = sums(self.text, self.measures, self.last())
+        return self._added
 
     def last_seen(self) -> Tensor:
         """Which queries (B, H, N) of the last text see a key."""
@@ -159,7 +162,7 @@ class Layer:
 
     def changed(self) -> None:
         """Something was added to the text: what was joined of it is to be joined again."""
-        self._last = self._means = None
+        self._last = self._means = self._added = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "measures" not in self.__dict__:

@@ -11,7 +11,8 @@ README = Path(__file__).parent.parent / "README.md"
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 
 
-def test_the_readme_runs_and_prints_what_it_says() -> None:
+def test_the_readme_runs_and_prints_what_it_says(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)  # it writes files
     blocks = BLOCK.findall(README.read_text(encoding="utf-8"))
     assert [language for language, _ in blocks].count("python") >= 4
     names: dict[str, object] = {}

@@ -39,8 +39,9 @@ class watch(Senses):
             exactly; "qkv" also values and what comes of them, `seen[layer].output`, which `ablate` can put in, and
             `seen[layer].projected()`, what each head adds to the layer's output. O(N) memory.
 
-    Gives a `Record`. Outputs, gradients and random numbers are those of the model unwatched; everything is put back
-    when the block ends, whatever happened in it. A watch that saw nothing raises, and says why.
+    Gives a `Record`. Outputs and gradients are those of the model unwatched, to rounding (the fast path of
+    `nn.TransformerEncoder` is off, so outputs at padding differ), and random numbers are the same. Everything is put
+    back when the block ends, whatever happened in it. A watch that saw nothing raises, and says why.
 
     >>> import regard
     >>> layer = regard.MultiHeadAttention(16, num_heads=2)

@@ -1,8 +1,11 @@
 """The terminal's way in: each verb runs, and what the caller got wrong is one line."""
 
+import io
+import itertools
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from typer.testing import CliRunner
 
 from regard import heads, models
 from regard.cli import app
+from regard.heads import progress
 from regard.models import loading
 
 pytestmark = pytest.mark.skipif(
@@ -95,6 +99,11 @@ def test_generate_draws_the_same_for_a_seed():
     "arguments, words",
     [
         (["heads"], "text: expected a text, a file, --probe or --treebank"),
+        (
+            ["heads", "a cat", "--probe"],
+            "text: expected none beside --probe, which looks at random tokens, received "
+            "'a cat'; remedy: one of the two",
+        ),
         (["ablate", "a cat", "3-5"], "head: expected layer.head such as 3.5, received '3-5'"),
         (["ablate", "a cat sat", "99.0"], "heads: expected layers of the model"),
         (["prune", "x.safetensors"], "heads: expected either heads as layer.head or --count, received none"),
@@ -120,6 +129,55 @@ def test_without_typer_the_command_names_the_extra():
     assert result.returncode == 1
     assert "pip install 'regard[cli]'" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+class Screen(io.StringIO):
+    """What is written to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, screen: io.StringIO) -> io.StringIO:
+    """A screen, and a clock on which each look is 0.4 s later: the third thing is more than a second late."""
+    clock = itertools.count()
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: 0.4 * next(clock)))
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    return screen
+
+
+def test_a_bar_appears_on_a_terminal_where_it_takes_more_than_a_second(monkeypatch):
+    screen, seen = slow(monkeypatch, Screen()), []
+    for thing in progress.track(range(5), "counting"):
+        seen.append((thing, "counting" in screen.getvalue()))
+    assert seen == [(0, False), (1, False), (2, True), (3, True), (4, True)]
+
+
+def test_no_bar_where_it_is_quick_or_not_wanted_or_nobody_looks(monkeypatch):
+    screen = slow(monkeypatch, Screen())
+    assert list(progress.track("ab", "counting")) == ["a", "b"]
+    assert list(progress.track(range(5), "counting", progress=False)) == [0, 1, 2, 3, 4]
+    assert screen.getvalue() == ""
+    paper = slow(monkeypatch, io.StringIO())
+    assert list(progress.track(range(5), "counting")) == [0, 1, 2, 3, 4]
+    assert paper.getvalue() == ""
+
+
+def test_no_bar_without_rich(monkeypatch):
+    screen = slow(monkeypatch, Screen())
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    assert list(progress.track(range(5), "counting")) == [0, 1, 2, 3, 4]
+    assert screen.getvalue() == ""
+
+
+def test_the_bar_goes_when_the_work_is_left(monkeypatch):
+    screen = slow(monkeypatch, Screen())
+    things = progress.track(iter(range(5)), "counting")  # how many is not known
+    assert list(itertools.islice(things, 4)) == [0, 1, 2, 3]
+    assert "\x1b[?25l" in screen.getvalue()  # no cursor
+    things.close()
+    assert screen.getvalue().rpartition("\x1b[?25l")[2].count("\x1b[?25h") == 1  # it is back
 
 
 TREEBANK = "\n".join(
@@ -166,6 +224,14 @@ def test_ablate_ranks_heads_and_leaves_some_out():
     with_all, without = (float(out.split(" nats")[0] and out.split()[i]) for i in (3, 7))
     assert with_all != without
     assert "|" in out
+
+
+def test_ablate_says_how_heads_were_judged():
+    text = "The cat sat on the mat."
+    lines = run("ablate", text, "-m", "minilm", "--quick", "--top", "3").splitlines()
+    assert lines[0] == "How much more 1 - cosine with the intact embedding, without each head:"
+    assert lines == run("ablate", text, "-m", "minilm", "--top", "3").splitlines()
+    assert run("ablate", text, "--quick", "--top", "3").startswith("Sensitivity of the loss to each head:")
 
 
 def test_prune_writes_a_smaller_model_that_can_be_read_again(tmp_path):

@@ -797,12 +797,17 @@ def test_wrong_arguments() -> None:
     for layer in (True, None, 0.0, ("layer",)):
         with pytest.raises(TypeError, match="heads: expected layers by name or by number, received"):
             ablate(model, {layer: [0]})  # type: ignore[dict-item]
-    for which in (True, "01", None, 1.0, b"0"):
-        with pytest.raises(TypeError, match="heads of 'layer': expected numbers of heads, received"):
+    for which in (True, "01", None, 1.0, b"0", {0: 1}):
+        with pytest.raises(TypeError, match="heads of 'layer': expected a list of head numbers, received"):
             ablate(model, {"layer": which})  # type: ignore[dict-item]
-    for which in ([True], [-1], [0.0], ["0"], [None], torch.tensor([0])):
-        with pytest.raises(ValueError, match="heads of 'layer': expected numbers of heads, from 0, received"):
+    for which in ([True], [0.0], ["0"], [None], torch.tensor([True]), torch.tensor([0.0])):
+        with pytest.raises(TypeError, match=r"heads of 'layer': expected a list .* received .* among them"):
             ablate(model, {"layer": which})  # type: ignore[dict-item]
+    for which in (-1, [0, -1]):
+        with pytest.raises(ValueError, match="heads of 'layer': expected head numbers from 0, received -1"):
+            ablate(model, {"layer": which})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="heads of 'layer': expected each head once, received 1 more than once"):
+        ablate(model, {"layer": [1, 0, 1]})
     with pytest.raises(ValueError, match='mode: expected "zero", "mean" or "patch", received \'none\''):
         ablate(model, {0: [0]}, mode="none")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='source: expected a record of another run for mode="patch", received none; '):
@@ -813,11 +818,14 @@ def test_wrong_arguments() -> None:
         ablate(model, {0: [0]}, source=regard.heads.Record())
 
 
-def test_one_head_as_a_number() -> None:
+def test_heads_in_any_form() -> None:
     one = by_hand(by_operator)
     with ablate(one.model, {0: 1}), torch.no_grad():  # type: ignore[dict-item]
         got = one.run()
-    with ablate(one.model, {"layer#0": [1, 1]}), torch.no_grad():
+    for which in ((1,), {1}, range(1, 2), iter([1]), torch.tensor([1]), torch.tensor(1)):
+        with ablate(one.model, {"layer#0": which}), torch.no_grad():
+            assert torch.equal(one.run(), got)
+    with ablate(one.model, {"layer": [1], 0: [1]}), torch.no_grad():  # the same layer by two names
         assert torch.equal(one.run(), got)
     with ablate(one.model, {0: []}), torch.no_grad():
         assert not torch.equal(one.run(), got)

@@ -331,8 +331,10 @@ def test_heads_that_are_not_there() -> None:
             leave_one_out(model, _each, [x], heads={wrong: [0]})
     with pytest.raises(ValueError, match=r"heads of layer: expected numbers below 3, received \[3\]"):
         leave_one_out(model, _each, [x], heads={0: [3]})
-    with pytest.raises(ValueError, match="heads of 0: expected numbers of heads, from 0, received"):
+    with pytest.raises(ValueError, match="heads of 0: expected head numbers from 0, received -1"):
         leave_one_out(model, _each, [x], heads={0: [-1]})
+    with pytest.raises(ValueError, match="heads of 0: expected each head once, received 2 more than once"):
+        leave_one_out(model, _each, [x], heads={0: [2, 2]})
 
 
 def test_a_model_that_is_none() -> None:

@@ -9,14 +9,17 @@ import math
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import regard.linear
 from regard import AttentionBlock, KVCache, MultiHeadAttention, swap
+from regard.heads import load_pruned, save_pruned
 from regard.heads.prune import prune
 from regard.layouts.swap import SplitAttention
 from regard.masks import Causal
@@ -358,6 +361,19 @@ def ids(batch: int = B, tokens: int = N) -> Tensor:
     return torch.randint(0, 97, (batch, tokens), generator=torch.Generator().manual_seed(tokens))
 
 
+def test_a_pruned_model_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "small.safetensors"
+    model = randomised(Encoder(ModelConfig(**_ENCODER)))
+    gone = {0: torch.tensor([1]), "blocks.2.attention": range(2)}
+    prune(model, gone)
+    save_pruned(model, gone, file)
+    read = load_pruned(file, Encoder(ModelConfig(**_ENCODER)).double().eval())
+    close(read(ids()), model(ids()))
+    save_file({"x": torch.zeros(3)}, file)
+    with pytest.raises(ValueError, match=r"path: expected a file that `save_pruned` wrote, received .*small"):
+        load_pruned(file)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_encoder(dtype: torch.dtype) -> None:
     config = ModelConfig(**_ENCODER, order="post")
@@ -684,7 +700,7 @@ def unchanged(model: nn.Module, heads: Any, kind: type[Exception], words: str) -
 
 NUMBERS: list[tuple[Any, type[Exception], str]] = [
     ([5], ValueError, "expected head numbers from 0 to 4, received 5; remedy: numbers are those of the heads that are"),
-    ([-1], ValueError, "expected head numbers from 0 to 4, received -1"),
+    ([-1], ValueError, "expected head numbers from 0, received -1"),
     ([1, 2, 1], ValueError, "expected each head once, received 1 more than once"),
     ([0, 1, 2, 3, 4], ValueError, "expected at least one head to stay, received all 5; remedy: leave one, or take the"),
     ([True, False], TypeError, "expected a list of head numbers, received True among them; remedy: mask.nonzero"),

@@ -62,6 +62,9 @@ def test_without_q_and_k_measured_heatmaps_are_drawn(tmp_path) -> None:
     watched(11, measures=["entropy", Heatmap(11)]).save(tmp_path / "seen.safetensors")
     measured = Scene(regard.heads.Record.load(tmp_path / "seen.safetensors"))[0]
     torch.testing.assert_close(measured.pooled(5, 3), exact.pooled(5, 3))
+    watched(29, measures=["entropy", Heatmap(11)]).save(tmp_path / "pooled.safetensors")
+    twice = Scene(regard.heads.Record.load(tmp_path / "pooled.safetensors"))[0].pooled(7, 5)
+    torch.testing.assert_close(twice.sum(2), torch.ones(3, 7), atol=1e-5, rtol=0)
     assert measured.drawable
     assert not measured.layer.exact
     bare = Scene(watched(11, keep=None))[0]
@@ -90,6 +93,22 @@ def test_each_text_of_a_batch_has_its_own_tokens() -> None:
     assert torch.equal(second[0].weights(1), seen[0].weights(1, batch=1))
     with pytest.raises(ValueError, match="item: expected a text from 0 to 1, received 2"):
         Scene(seen, item=2)
+
+
+def test_a_text_that_came_in_pieces() -> None:
+    layer = regard.MultiHeadAttention(6, num_heads=2)
+    x, cache = torch.randn(1, 5, 6), regard.KVCache()
+    with torch.no_grad():
+        layer(x[:, :2], mask=Causal(), cache=cache)
+        with regard.watch(layer, keep="qk") as late:
+            layer(x[:, 2:], mask=Causal(), cache=cache)
+    panel = Scene(late, list("abcde"))[0]
+    assert (panel.queries.text, panel.keys.text) == (list("cde"), list("abcde"))
+    cache = regard.KVCache()
+    with regard.watch(layer, keep="qk") as seen, torch.no_grad():
+        layer(x[:, :4], mask=Causal(), cache=cache)
+        layer(x[:, 4:], mask=Causal(), cache=cache)
+    assert Scene(seen, list("abcdef"))[0].keys.text == list("abcde")  # the last one was written, not read
 
 
 def test_tokens_may_be_missing_or_kept_in_the_record() -> None:

@@ -540,3 +540,20 @@ def test_generation_of_regard_from_texts_of_two_lengths(tmp_path: Path) -> None:
                 got = getattr(seen[number], name)[item]  # (H, 11 + 4)
                 got = torch.cat([got[:, : len(row)], got[:, 11:]], 1)
                 close(got, getattr(Oracle(weights), name)()[0], f"{name} of text {item}", 5e-5)
+
+
+@pytest.mark.parametrize("form", ["boolean", "additive"])
+def test_masks_of_multihead_attention_hide_from_the_baseline_too(form) -> None:
+    layer = torch.nn.MultiheadAttention(6, 2, batch_first=True).eval()
+    x, lengths = torch.randn(2, 7, 6), [7, 4]
+    hidden = torch.arange(7) >= torch.tensor(lengths)[:, None]
+    causal = torch.ones(7, 7).triu(1).bool()
+    if form == "additive":
+        hidden, causal = (mask.float().masked_fill(mask, float("-inf")) for mask in (hidden, causal))
+    with regard.watch(layer) as seen, torch.no_grad():
+        layer(x, x, x, key_padding_mask=hidden)
+    assert seen[0].uniform.entropy[:, 0].exp().round().tolist() == [[7.0] * 7, [4.0] * 7]
+    assert seen[0].count.tolist() == [11, 11]  # padding counts in no mean
+    with regard.watch(layer) as seen, torch.no_grad():
+        layer(x, x, x, attn_mask=causal)
+    assert seen[0].uniform.entropy[:, 0].exp().round().tolist() == [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]] * 2

@@ -93,7 +93,7 @@ class Screen:
 
     def fit(self, text: str, width: int, *, right: bool = False) -> str:
         """A text in exactly so many columns: cut with an ellipsis, or filled with spaces."""
-        parts = [part for cluster in clusters(text) for part in self._carried(cluster)]
+        parts = self.letters(text)
         if sum(map(columns, parts)) > width:
             parts = _cut(parts, width, self._carried("…")[0])
         blank = " " * (width - sum(map(columns, parts)))
@@ -102,7 +102,7 @@ class Screen:
 
     def down(self, text: str, height: int, width: int) -> list[str]:
         """A text from top to bottom: so many lines, at the bottom of which it ends, of so many columns."""
-        parts = [part for cluster in clusters(text) for part in self._carried(cluster)]
+        parts = self.letters(text)
         if len(parts) > height:
             parts = [*parts[: max(height - 1, 0)], *self._carried("…")][:height]
         lines = [" " * width] * (height - len(parts))
@@ -110,7 +110,11 @@ class Screen:
 
     def columns(self, text: str) -> int:
         """How many columns a text takes here."""
-        return sum(columns(part) for cluster in clusters(text) for part in self._carried(cluster))
+        return sum(map(columns, self.letters(text)))
+
+    def letters(self, text: str) -> list[str]:
+        """A text letter by letter, each with its marks, as it is shown here."""
+        return [part for cluster in clusters(text) for part in self._carried(cluster)]
 
     def _carried(self, cluster: str) -> list[str]:
         """A letter with its marks; or what stands for it, a column each, where the encoding lacks it."""
@@ -123,7 +127,9 @@ class Screen:
     def _isolated(self, text: str) -> str:
         """What is written from right to left, kept from moving what stands beside it."""
         leftwards = any(unicodedata.bidirectional(c) in ("R", "AL", "AN") for c in text)
-        return f"\u2066{text}\u2069" if leftwards and self.terminal and self.carries("\u2066") else text
+        return (
+            f"\u2066{text}\u2069" if leftwards and (self.terminal or self.colours) and self.carries("\u2066") else text
+        )
 
     # Weights
 

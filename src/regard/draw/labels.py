@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ from regard.heads.corpus import as_text, looks_special
 __all__ = ["Labels"]
 
 _VISIBLE = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥", "\0": "␀"})  # (what has no shape of its own)
+_JOINERS = "\u200c\u200d"  # within a word, and within emoji that are made of several
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how sentencepiece spells what it has no piece for
 
 
@@ -32,10 +34,10 @@ class Labels:
         >>> Labels.of(["Once", "Ġup", "on", "Ċ"]).text
         ['Once', 'up', 'on', '⏎']
         """
-        spelled = [str(token) for token in tokens]
+        spelled = [token.decode(errors="replace") if isinstance(token, bytes) else str(token) for token in tokens]
         marks = _marks(spelled)
         text = [_readable(token, marks) for token in spelled]
-        is_special = [token in special if special else looks_special(token) for token in spelled]
+        is_special = [token in special if special else _looks_special(token) for token in spelled]
         word, number = [], -1
         for i, token in enumerate(spelled):
             before = spelled[i - 1] if i else ""
@@ -64,23 +66,36 @@ class Labels:
             if word == len(found):
                 found.append(text)
             else:
-                found[word] += text.removeprefix("##")
+                found[word] += text.removeprefix("##") or text
         return found
 
     def __len__(self) -> int:
         return len(self.text)
 
 
+def _looks_special(token: str) -> bool:
+    return looks_special(token) and not _BYTE.fullmatch(token)
+
+
 def _marks(tokens: Sequence[str]) -> str:
-    """How a tokenizer marks words: "##" within one, "Ġ" (bytes) or "▁" at the start of one, "</w>" at its end."""
-    if any(token.startswith("##") and len(token) > 2 for token in tokens):
+    """How a tokenizer marks words: "##" within one, "Ġ" (bytes), "▁" or a space at the start of one, "</w>" at its
+    end."""
+    if any(re.match("##[^#]", token) for token in tokens):  # (not "###", which begins a heading)
         return "##"
     for mark in ("Ġ", "▁"):
         if any(token.startswith(mark) for token in tokens):
             return mark
     if any(token.endswith("</w>") for token in tokens):
         return "</w>"
-    return "Ġ" if any("Ċ" in token for token in tokens) else ""
+    if any("Ċ" in token or _in_bytes(token) for token in tokens):
+        return "Ġ"
+    return " " if any(token.startswith(" ") and token.strip() for token in tokens) else ""
+
+
+def _in_bytes(token: str) -> bool:
+    """Whether a token spells letters in bytes that it could have spelled as they are: "çĮ«" for "猫"."""
+    plain = as_text(token)
+    return plain is not None and not plain.isascii() and plain.isprintable()
 
 
 def _begins(token: str, before: str, marks: str) -> bool:
@@ -90,25 +105,37 @@ def _begins(token: str, before: str, marks: str) -> bool:
     if marks == "</w>":
         return before.endswith("</w>")
     if marks:  # letters and digits go on; a mark, a space or a sign begins
-        plain = as_text(token) if marks == "Ġ" else token
-        return token.startswith(marks) or not (plain or token)[0].isalnum() or not _ends_in_word(before, marks)
+        inside = _within_word(token, marks, 0) and (before == marks or _within_word(before, marks, -1))
+        return token.startswith(marks) or not inside
     return True
 
 
-def _ends_in_word(token: str, marks: str) -> bool:
+def _within_word(token: str, marks: str, place: int) -> bool:
+    """Whether a token's first or last character is one of a word: a letter, a digit, a mark on one, a part of one."""
     plain = as_text(token) if marks == "Ġ" else token
-    return bool(token) and ((plain or token)[-1].isalnum() or token == marks)
+    byte = _BYTE.fullmatch(token)
+    if plain is None or (byte and int(byte[1], 16) >= 128):  # bytes that are a part of a letter
+        return True
+    letter = plain[place : place + 1 or None]
+    return bool(letter) and (letter.isalnum() or letter in _JOINERS or unicodedata.category(letter)[0] == "M")
 
 
 def _readable(token: str, marks: str) -> str:
     """A token without its marks, with a visible shape for what has none."""
     if marks == "Ġ":
-        token = as_text(token) or token
-        token = token.removeprefix(" ") or "␣"
-    elif marks in ("▁", "</w>"):
-        token = (token.removeprefix("▁") if marks == "▁" else token.removesuffix("</w>")).replace("▁", " ") or "␣"
+        plain = as_text(token)
+        token = token.removeprefix("Ġ") if plain is None else plain.removeprefix(" ")
+    elif marks in ("▁", " "):
+        token = token.removeprefix(marks).replace("▁", " ")
+    elif marks == "</w>":
+        token = token.removesuffix("</w>")
     byte = _BYTE.fullmatch(token)
     if byte and int(byte[1], 16) < 128:
         token = chr(int(byte[1], 16))
-    token = "".join(c if c.isprintable() or c in "\n\r\t\0" else f"\\u{ord(c):04x}" for c in token)
+    token = "".join(c if _shown(c, token) else f"\\u{ord(c):04x}" for c in token)
     return token.translate(_VISIBLE) if token.strip(" ") else "␣" * max(len(token), 1)
+
+
+def _shown(c: str, token: str) -> bool:
+    """Whether a character has a shape; or is given one; or joins those beside it."""
+    return c.isprintable() or c in "\n\r\t\0" or (c in _JOINERS and not token.isascii() and len(token) > 1)

@@ -63,16 +63,18 @@ class Panel:
     def pooled(self, rows: int, cols: int) -> Tensor:
         """The maps of all heads at a size of at most (rows, cols): (H, rows, cols). A cell is the attention that a
         query of its rows gives to all keys of its columns, on average: where each token has a cell, the weights."""
+        n = len(self.queries)
         if self.layer.exact:
             heat = self.layer.measure(Heatmap(rows, cols))["heatmap"][self.item]
+            counts = sizes(n, heat.shape[1])
         elif self.layer.has("heatmap"):
             heat = self.layer.last()["heatmap"][self.item]
+            counts = _fewer(sizes(n, heat.shape[1]), rows, 0)
             heat = _fewer(_fewer(heat, rows, 1), cols, 2)
         else:
             raise bad_value("record", expected="one that kept q and k, or measured heatmaps", received=repr(self.layer),
                             remedy='watch(model, keep="qk")')  # fmt: skip
-        counts = sizes(len(self.queries), heat.shape[1]).to(heat)
-        return (heat / counts[:, None]).float().cpu()
+        return (heat / counts.to(heat)[:, None]).float().cpu()
 
 
 def sizes(tokens: int, cells: int) -> Tensor:
@@ -114,21 +116,15 @@ class Scene:
         self.panels: list[Panel] = []
         texts = _texts(given, item)
         target = _first_of_target(record)
-        labels: dict[tuple[int, ...], Labels] = {}
+        labels: dict[Any, Labels] = {}  # those that were made: layers of one text share them
         for number, layer in enumerate(record):
             assert layer.text is not None
-            batch, n, m = layer.text.shape[0], layer.text.queries, layer.text.total
+            batch = layer.text.shape[0]
             if not 0 <= item < batch:
                 raise bad_value("item", expected=f"a text from 0 to {batch - 1}", received=str(item))
             source, own = (texts[0], texts[-1]) if number >= target else (texts[0], texts[0])
             ours = own if layer.kind == "self" else source
-            made = []
-            for what, words, count in (("queries", own, n), ("keys", ours, m)):
-                key = (id(words), count)
-                if key not in labels:
-                    labels[key] = _labels(words, count, special, f"{what} of {layer.name}", batch > 1)
-                made.append(labels[key])
-            panel = Panel(number, layer, item, *made)
+            panel = Panel(number, layer, item, *_named(layer, own, ours, special, labels))
             panel.measures = {name: value.float().cpu() for name, value in scalars(layer).items()}
             panel.roles = _roles(layer, None if own is None or batch > 1 else [str(t) for t in own])
             self.panels.append(panel)
@@ -171,6 +167,28 @@ def _first_of_target(record: Record) -> int:
         return len(kinds)
     first = kinds.index("cross")
     return first - 1 if first and kinds[first - 1] == "self" else first
+
+
+def _named(
+    layer: Layer, own: list[Any] | None, others: list[Any] | None, special: Sequence[str], known: dict[Any, Labels]
+) -> tuple[Labels, Labels]:
+    """The labels of a layer's queries and of its keys, from the tokens of each."""
+    text = layer.text
+    assert text is not None
+    n, m, several = text.queries, text.total, text.shape[0] > 1
+    if layer.kind == "self" and own is not None:
+        if len(text.pieces) > 1 and len(own) == m + 1:
+            own = others = own[:-1]  # the last token was written, not read
+        if n < m == len(own):  # a watch that began in the middle
+            own = own[m - n :]
+
+    def labels(what: str, words: list[Any] | None, count: int) -> Labels:
+        key = (count, None if words is None else tuple(map(str, words)))
+        if key not in known:
+            known[key] = _labels(words, count, special, f"{what} of {layer.name}", several)
+        return known[key]
+
+    return labels("queries", own, n), labels("keys", others, m)
 
 
 def _labels(words: list[Any] | None, count: int, special: Sequence[str], what: str, padded: bool) -> Labels:

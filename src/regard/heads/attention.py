@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from regard.attention import prepare
 from regard.kernels import Call
-from regard.masks import Causal, Keep
+from regard.masks import Causal, Keep, Mask
 
 __all__ = [
     "Attention",
@@ -103,6 +103,19 @@ def with_additive_mask(mask: Tensor) -> dict[str, Any]:
         "mask": None if visible.all() else Keep(visible),
         "bias": added if added.any() else None,
     }
+
+
+def with_additive_masks(mask: Mask | None, bias: list[Tensor] | None, **options: Any) -> dict[str, Any]:
+    """The options of `attend` with what biases hide said in the mask: `nn.MultiheadAttention` makes its masks additive
+    before it hands them on."""
+    rest = []
+    for one in bias or ():
+        said = with_additive_mask(one.detach())
+        if said["mask"] is not None:
+            mask = said["mask"] if mask is None else mask & said["mask"]
+        if said["bias"] is not None:
+            rest.append(said["bias"])
+    return {"mask": mask, "bias": rest or None, **options}
 
 
 def from_sdpa(

@@ -29,7 +29,14 @@ from regard.attention import attend, prepare
 from regard.cache import RollingCache
 from regard.errors import bad_type, bad_value
 from regard.heads import huggingface
-from regard.heads.attention import Attention, from_huggingface, from_sdpa, output_projection, output_weight
+from regard.heads.attention import (
+    Attention,
+    from_huggingface,
+    from_sdpa,
+    output_projection,
+    output_weight,
+    with_additive_masks,
+)
 from regard.heads.frames import Frame, Frames, same_input
 from regard.heads.handwritten import FUNCTIONS, Hands, Weighed, batch_of
 from regard.kernels import Call
@@ -172,7 +179,7 @@ class Senses:
         with torch.no_grad():
             operands = functional_operands(*args, **kwargs)
             q, k, v = (x.detach() for x in operands[:3])
-            call = prepare(q, k, v, **operands.options)
+            call = prepare(q, k, v, **with_additive_masks(**operands.options))
         attention = self._describe(frame, call.shape, call=call)
         query, key = args[0], args[1]
         attention.kind = "self" if same_input(query, key) else "cross"

@@ -96,9 +96,9 @@ def padding(attention: Attention) -> Tensor | None:
         for part in conjuncts(attention.call.mask):
             if isinstance(part, Padding):
                 own = ~part.block(attention.call.tile(slice(None), slice(0, 1), slice(m - n, m)))[:, :, 0]
-            elif isinstance(part, Keep) and part.tensor.shape[2] == n and part.tensor.shape[3] == m:
+            elif isinstance(part, Keep):
                 own = part.tensor if part.sense else ~part.tensor
-                own = ~own.diagonal(m - n, 2, 3).any(1, keepdim=True)
+                own = ~own.expand(*own.shape[:2], n, m).diagonal(m - n, 2, 3).any(1, keepdim=True)
             else:
                 continue
             hidden = own if hidden is None else hidden | own
@@ -173,6 +173,10 @@ def joined(text: Text, measures: list[Measure]) -> dict[str, Any]:
 
 def remeasured(text: Text, measures: list[Measure]) -> dict[str, Any]:
     """Measures of the whole text, taken now of the pieces that were kept: a piece is a strip, or several."""
+    alone = text.pieces[0] if len(text.pieces) == 1 else None
+    if alone is not None and alone.call is not None and text.keys:  # as it was measured when it was seen
+        keys = text.keys[0]
+        return look(replace(alone.call, k=keys, v=keys), measures).values
     batch, heads = text.shape
     keys = torch.cat(text.keys, 2) if text.keys else None
     dtype, device = _dtype(text.pieces[0]), text.pieces[0].found.seen.device

@@ -44,8 +44,23 @@ class Heatmap(Measure):
         if strip.plane.keys <= self.cols and last - first == cols.numel():  # each key has a cell of its own, no gap
             part = strip.weights
         else:
-            part = strip.weights @ torch.nn.functional.one_hot(cols - first).to(strip.weights.dtype)
+            part = _summed(strip.weights, cols, first, last)
         state[strip.batch, strip.heads, :, first:last].index_add_(2, rows, part)
+
+
+def _summed(weights: Tensor, cells: Tensor, first: int, last: int) -> Tensor:
+    """Sums of weights (..., m) over the columns of each cell from `first` to `last`; columns are of `cells` (m,), which
+    rise. By products with ones, for some cells at a time: one product for all would be mostly zeros."""
+    parts = []
+    for cell in range(first, last, _TOGETHER):
+        some = min(_TOGETHER, last - cell)
+        a, b = torch.searchsorted(cells, torch.tensor([cell, cell + some], device=cells.device)).tolist()
+        ones = torch.nn.functional.one_hot(cells[a:b] - cell, some).to(weights.dtype)
+        parts.append(weights[..., a:b] @ ones)
+    return torch.cat(parts, -1)
+
+
+_TOGETHER = 16
 
 
 class Crop(Measure):

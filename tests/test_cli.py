@@ -246,3 +246,64 @@ def test_prune_writes_a_smaller_model_that_can_be_read_again(tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(small(ids), right, rtol=1e-5, atol=1e-5)
     assert "parameters, now" in run("prune", str(file), "--count", "3", "--text", "A cat sat on a mat.")
+
+
+def test_look_draws_at_once_and_writes_the_page_on_request(tmp_path):
+    out = run("look", "The cat that I saw yesterday ran away", "--html", str(tmp_path / "a.html"))
+    assert "6 layers x 12 heads, 10 tokens" in out
+    assert "\x1b" not in out  # a pipe gets plain text
+    assert "a.html" in out
+    page = (tmp_path / "a.html").read_text(encoding="utf-8")
+    assert "<title>minilm: The cat that I saw yesterday ran away</title>" in page
+
+
+def test_look_at_one_head_of_a_file(tmp_path):
+    (tmp_path / "text.txt").write_text("The cat ran away", encoding="utf-8")
+    out = run("look", str(tmp_path / "text.txt"), "--layer", "0", "--head", "2")
+    assert "previous" in out
+    assert "cat -> the" in out
+
+
+def test_look_tells_what_a_decoder_generates():
+    out = run("look", "-", "-m", "smollm2", "-n", "3", "--layer", "0", "--head", "0", given="The capital of France is")
+    assert "generated:  Paris." in out
+
+
+def test_look_compares(tmp_path):
+    where = str(tmp_path / "c.html")
+    run("look", "The cat ran", "--without", "0.2", "--against", "The dog ran off", "--html", where)
+    page = (tmp_path / "c.html").read_text(encoding="utf-8")
+    names = [run["name"] for run in json.loads(page.split('id="regard-meta">')[1].split("</script>")[0])["runs"]]
+    assert names == ["The cat ran", "The dog ran off", "without 0.2"]
+
+
+def test_look_writes_a_figure_and_opens_the_page(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="a figure needs matplotlib")
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    run("look", "The cat ran", "--png", str(tmp_path / "f.svg"), "--open")
+    assert "<svg" in (tmp_path / "f.svg").read_text(encoding="utf-8")
+    assert opened[0].startswith("file:///")
+    assert opened[0].endswith("/look.html")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["look", "a cat", "--head", "2"], "head: expected a layer with it, received none; remedy: --layer 0 --head 2"),
+        (["look", "a cat", "--without", "0.2"], "expected a page to compare in, received none; remedy: --html FILE"),
+        (["look", " "], "text: expected at least one word"),
+        (["look", "a cat", "--without", "two", "--html", "x.html"], "head: expected layer.head such as 3.5"),
+    ],
+)
+def test_what_look_refuses(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        run(*arguments)
+
+
+def test_serve_offers_what_is_installed(monkeypatch):
+    pytest.importorskip("starlette", reason="serving needs starlette")
+    asked = []
+    monkeypatch.setattr("regard.serve.serve", lambda *given, **options: asked.append((given, options)))
+    run("serve", "--port", "0")
+    assert asked == [((["minilm", "smollm2"],), {"host": "127.0.0.1", "port": 0, "open_browser": False})]

@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import regard
-from regard.draw.figure import SIGNS, SUFFIXES, _Letters, figure
+from regard.draw.figure import SUFFIXES, figure
+from regard.draw.figure.paper import Letters as _Letters
+from regard.draw.figure.parts import SIGNS
 from regard.heads import ROLES, Record
 from regard.measures import Heatmap
 

@@ -1,0 +1,132 @@
+"""A record as a figure for a paper or a notebook, by matplotlib: readable in colour and printed in grey.
+
+Everything is laid out in inches from the top left corner, and every colour and size is said here: matplotlib's pyplot
+and the user's rcParams are neither asked (but for the font) nor changed. So figures can be drawn without a display and
+in threads, and the same record gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from os import PathLike, fspath
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from regard.draw.figure.kinds import KINDS
+from regard.draw.figure.paper import Letters, write
+from regard.draw.figure.parts import Order, names_of
+from regard.draw.scene import Panel, Scene
+from regard.errors import bad_type, bad_value, missing_extra
+from regard.heads import Record
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["figure"]
+
+SUFFIXES = (".png", ".svg", ".pdf")
+
+
+def figure(
+    seen: Record,
+    tokens: Any = None,
+    path: str | PathLike[str] | None = None,
+    *,
+    kind: str = "heads",
+    layer: int | str | None = None,
+    head: int | None = None,
+    item: int = 0,
+    width: float | None = None,
+    dpi: float = 150,
+) -> Figure:
+    """Draw a record, and write it to a file if `path` is given.
+
+    | kind        | what it shows                                                         | what it needs             |
+    | ----------- | --------------------------------------------------------------------- | ------------------------- |
+    | `"heads"`   | the maps of all heads, layers down, heads across, with their roles;   | `keep="qk"` or heatmaps   |
+    |             | with `layer` only the heads of that one, larger, with their tokens    |                           |
+    | `"head"`    | one head large, tokens on both axes, its role and measures            | the same; layer and head  |
+    | `"roles"`   | which head has which role: a sign each, the shade by its score        | the default measures      |
+    | `"offsets"` | where heads look, relative to the query: a row for each head          | offsets (a default)       |
+    | `"entropy"` | how widely each head looks, by layer, beside equal weights            | entropy (a default)       |
+
+    Maps are of the last text, exact up to 256 tokens; of longer ones a cell is what a query of its rows gives to all
+    keys of its columns, on average. All share one scale, from 0 to 1, stretched at its low end (by the square root).
+    Roles, offsets and entropy are means over everything that was seen.
+
+    Args:
+        seen: what `watch` saw.
+        tokens: as for `Scene`: the text's tokens; a list of them for each text of a batch; a pair (source, target).
+        path: a file that ends in .png, .svg or .pdf.
+        kind: one of the above. With `layer` and `head`, "heads" is "head".
+        layer: only this one, by number or name.
+        head: which head of it.
+        item: which text of the batch.
+        width: of the figure, in inches; by default as wide as what it shows, and 7 at most where that is enough.
+        dpi: dots for each inch, of PNG and notebooks.
+
+    Returns:
+        A `matplotlib.figure.Figure`, which shows itself in a notebook. The map of head 2 of layer 0 is the image with
+        the label "0.2": `figure.findobj(lambda artist: artist.get_label() == "0.2")`.
+
+    >>> import regard, torch
+    >>> model = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    >>> with regard.watch(model, keep="qk") as seen:
+    ...     _ = model(*[torch.randn(1, 4, 8)] * 3, need_weights=False)
+    >>> drawn = figure(seen, ["a", "cat", "sat", "down"])
+    >>> [(image.get_label(), image.get_array().shape) for image in drawn.axes[0].images]
+    [('0.0', (4, 4)), ('0.1', (4, 4))]
+    >>> one = figure(seen, ["a", "cat", "sat", "down"], layer=0, head=1)
+    >>> [label.get_text() for label in one.axes[1].get_xticklabels()]
+    ['a', 'cat', 'sat', 'down']
+    """
+    _need_matplotlib()
+    suffix = None if path is None else _suffix(path)
+    for what, number in (("width", width), ("dpi", dpi)):
+        if number is not None and not (isinstance(number, (int, float)) and 0 < number < math.inf):
+            raise bad_value(what, expected="a number above 0", received=repr(number))
+    drawing = _drawing(kind, layer, head)
+    scene = Scene(seen, tokens, item=item)
+    panels = scene.panels if layer is None else [scene.panel(layer)]
+    if head is not None:
+        _check_head(head, panels[0])
+    drawn = drawing(Order(panels, layer is not None, head, width, dpi, Letters(), names_of(scene.panels)))
+    if path is not None:
+        write(drawn, fspath(path), suffix, dpi)
+    return drawn
+
+
+def _need_matplotlib() -> None:
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError:
+        raise missing_extra("matplotlib", "draw") from None
+
+
+def _suffix(path: str | PathLike[str]) -> str:
+    if not isinstance(path, (str, PathLike)):
+        raise bad_type("path", expected="the path of a file", received=type(path).__name__)
+    suffix = Path(fspath(path)).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise bad_value("path", expected=f"one that ends in {', '.join(SUFFIXES)}", received=repr(fspath(path)))
+    return suffix
+
+
+def _drawing(kind: str, layer: Any, head: Any) -> Callable[[Order], Figure]:
+    """The function that draws a kind, after a look at whether layer and head fit it."""
+    if kind not in KINDS:
+        raise bad_value("kind", expected=f"one of {', '.join(KINDS)}", received=repr(kind))
+    if kind == "heads" and head is not None:
+        kind = "head"
+    if kind == "head" and (layer is None or head is None):
+        missing = " and ".join(name for name, given in (("layer", layer), ("head", head)) if given is None)
+        raise bad_value(missing, expected='which one, for kind="head"', received="none")
+    if kind != "head" and head is not None:
+        raise bad_value("head", expected=f"none, for kind={kind!r} draws all heads", received=repr(head))
+    return KINDS[kind]
+
+
+def _check_head(head: object, panel: Panel) -> None:
+    if isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < panel.heads:
+        raise bad_value("head", expected=f"from 0 to {panel.heads - 1}, in {panel.name}", received=repr(head))

@@ -1,0 +1,83 @@
+"""The page, live on this machine: type a text, pick a model, see it; zoom in, and exact weights are computed.
+
+    browser
+     │  door.py       a socket; connections have deadlines, and there are only so many
+     ▼
+    bytes
+     │  guard.py      who may ask: our own page, under our own name
+     ▼
+    request
+     │  web.py        the routes; asking.py checks what is asked for
+     ▼
+    Ask
+     │  jobs.py       a queue, one thread that computes, results that are kept for a while
+     ▼
+    Job
+     │  shelf.py      the models that may be asked for, loaded on first use
+     │  looking.py    what a model sees in a text, as the page wants it; exact crops
+     ▼
+    Result
+
+Only what was named when it began can be asked for: no request names a file.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import webbrowser
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from regard.serve.asking import Limits
+from regard.serve.shelf import DEFAULT, Shelf
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
+__all__ = ["Limits", "application", "serve"]
+
+Models = Iterable[str] | Mapping[str, Any]
+
+
+def serve(
+    models: Models = DEFAULT,
+    host: str = "127.0.0.1",
+    port: int = 8808,
+    *,
+    open_browser: bool = False,
+    limits: Limits | None = None,
+) -> None:
+    """Serve the page until Ctrl-C.
+
+    Args:
+        models: what may be asked for: names or paths as `models.load` takes them; or a mapping of names to those, to
+            models of regard, or to pairs `(model, tokenizer)` of any other. By default the embedded models that are
+            installed.
+        host: who may connect: this machine alone, unless another address of it is given ("0.0.0.0" is all of them).
+        port: 0 takes a free one. The address is printed.
+        open_browser: whether to open the page in the browser.
+        limits: how much may be asked for, and how much is kept.
+    """
+    from regard.serve import door  # brings uvicorn
+
+    with door.bound(host, port) as listening:
+        port = listening.getsockname()[1]
+        app = application(models, host=host, port=port, limits=limits)
+        address = door.address(host, port)
+        print(f"regard: {address} (Ctrl-C ends it)", flush=True)
+        if not door.is_loopback(listening):
+            print("regard: everyone who can reach this machine can use it", file=sys.stderr, flush=True)
+        if open_browser:  # (some browsers return only when they are closed)
+            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+        door.run(app, listening)
+
+
+def application(
+    models: Models = DEFAULT, *, host: str = "127.0.0.1", port: int = 8808, limits: Limits | None = None
+) -> Starlette:
+    """What `serve` serves, for a server of your own. It answers under the names of `host` and `port` alone."""
+    from regard.serve import web  # brings starlette
+
+    limits = limits or Limits()
+    return web.application(Shelf(models, limits.models), limits, host, port)

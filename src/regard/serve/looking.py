@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,12 +36,12 @@ def looked(model: nn.Module, tokenizer: Any, ask: Ask, limits: Limits, tell: Tel
     _check_length(model, tokenizer, ask, limits)
     seen = read(model, tokenizer, ask.text, generate=ask.generate, progress=lambda share: tell(share / 2, "reading"))
     tell(0.5, "drawing")
-    scene = _Told(seen, lambda share: tell(0.5 + share / 2, "drawing"))
-    content = packed({"text": scene}, title=_title(ask, seen.generated), limit=limits.page)
+    scene = Scene(seen)
+    content = packed({"text": scene}, title=_title(ask, seen.generated), limit=limits.page,
+                     progress=lambda share: tell(0.5 + share / 2, "drawing"))  # fmt: skip
     content.meta |= {"model": ask.model, "generated": seen.generated}
     page = _as_json(content)
     _slim(seen)
-    scene.tell = None
     size = len(page) + _held(seen)
     return Result(page, scene, size) if size <= limits.memory else Result(page, None, len(page))
 
@@ -64,23 +64,6 @@ def unpacked(page: bytes) -> Packed:
 def _as_json(content: Packed) -> bytes:
     blobs = {name: base64.b64encode(data).decode() for name, data in content.blobs.items()}
     return json.dumps({"meta": content.meta, "blobs": blobs}, separators=(",", ":"), allow_nan=False).encode()
-
-
-class _Told(Scene):
-    """A scene that tells how far one has come in packing it: the first time that one goes through it, sizes are taken;
-    the second time is the work."""
-
-    def __init__(self, record: Record, tell: Callable[[float], None]) -> None:
-        super().__init__(record)
-        self.tell: Callable[[float], None] | None = tell
-        self.times = 0
-
-    def __iter__(self) -> Iterator[Panel]:
-        self.times += 1
-        for number, panel in enumerate(self.panels):
-            if self.tell is not None and self.times == 2:
-                self.tell(number / len(self.panels))
-            yield panel
 
 
 def _check_length(model: Any, tokenizer: Any, ask: Ask, limits: Limits) -> None:

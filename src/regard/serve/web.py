@@ -13,12 +13,11 @@ What is refused is refused in words: {"error": "text: expected ..., received ...
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from regard.draw.page import document
+from regard.draw.page import document, policy
 from regard.draw.page.pack import VERSION, Packed
 from regard.errors import bad_value, missing_extra
 from regard.serve.asking import Ask, Limits, Refused, ask, number, span
@@ -92,8 +91,8 @@ class Web:
         done = self.first is not None and self.first.result is not None
         if done not in self.fronts:
             self.fronts[done] = await run_sync(self._front, done)
-        html, policy = self.fronts[done]
-        return Pieces(html, media_type="text/html; charset=utf-8", headers={"content-security-policy": policy})
+        html, rules = self.fronts[done]
+        return Pieces(html, media_type="text/html; charset=utf-8", headers={"content-security-policy": rules})
 
     def _front(self, done: bool) -> tuple[bytes, str]:
         live = {
@@ -107,9 +106,7 @@ class Web:
             assert self.first is not None and self.first.result is not None
             content = unpacked(self.first.result.page)
         html = document(content, live=live)
-        policy = re.search('http-equiv="Content-Security-Policy" content="([^"]*)"', html)
-        assert policy is not None
-        return html.encode(), f"{policy[1]}; frame-ancestors 'none'"
+        return html.encode(), f"{policy(live=True)}; frame-ancestors 'none'"
 
     async def look(self, request: Request) -> Response:
         """A new job."""

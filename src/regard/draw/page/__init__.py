@@ -19,7 +19,7 @@ from regard.draw.scene import Scene
 from regard.errors import bad_type, bad_value
 from regard.heads import Record
 
-__all__ = ["document", "notebook", "page", "scenes"]
+__all__ = ["document", "notebook", "page", "policy", "scenes"]
 
 # In this order: a file may use what stands in those before it.
 SCRIPTS = ("dom", "data", "colour", "state", "picture", "map", "links", "view_model", "view_head", "view_flow",
@@ -99,25 +99,30 @@ def scenes(seen: Record | Mapping[str, Record], tokens: Any = None, item: int = 
 def document(content: Packed, *, live: Mapping[str, Any] | None = None) -> str:
     """The HTML of some content. `live` is what a served page needs to know; then it may ask its own server, and nobody
     else."""
-    style, script = _style(), _script()
-    policy = [
-        "default-src 'none'",
-        f"script-src '{_hash(script)}'",
-        f"style-src '{_hash(style)}'",
-        "img-src data: blob:",  # (a view becomes a PNG by way of an image)
-        *(["connect-src 'self'"] if live else []),
-        "base-uri 'none'",
-        "form-action 'none'",
-    ]
     meta = dict(content.meta) | ({"live": dict(live)} if live else {})
     blobs = [
         f'<script type="application/octet-stream" id="blob-{name}">{base64.b64encode(data).decode()}</script>'
         for name, data in content.blobs.items()
     ]
     return Template(_read("index.html")).substitute(
-        policy="; ".join(policy), title=html.escape(content.meta["title"] or "regard"), style=style,
-        meta=as_json(meta), blobs="\n".join(blobs), script=script
+        policy=policy(live is not None), title=html.escape(content.meta["title"] or "regard"), style=_style(),
+        meta=as_json(meta), blobs="\n".join(blobs), script=_script()
     )  # fmt: skip
+
+
+def policy(live: bool = False) -> str:
+    """What the page may do: run its own script, known by its hash, and nothing else; no request to anywhere, but to its
+    own server if it is live."""
+    parts = [
+        "default-src 'none'",
+        f"script-src '{_hash(_script())}'",
+        f"style-src '{_hash(_style())}'",
+        "img-src data: blob:",  # (a view becomes a PNG by way of an image)
+        *(["connect-src 'self'"] if live else []),
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+    return "; ".join(parts)
 
 
 def as_json(value: Any) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -68,14 +68,18 @@ class Packed:
     blobs: dict[str, bytes] = field(default_factory=dict)
 
 
-def packed(scenes: Mapping[str, Scene], *, title: str, limit: int) -> Packed:
-    """Everything that a page shows of some runs."""
+def packed(
+    scenes: Mapping[str, Scene], *, title: str, limit: int, progress: Callable[[float], None] | None = None
+) -> Packed:
+    """Everything that a page shows of some runs. `progress` is told how far it is, from 0 to 1, and may raise."""
     how = plan(list(scenes.values()), limit)
     result = Packed({"version": VERSION, "title": title, "runs": []})
     for number, (name, scene) in enumerate(scenes.items()):
         texts: list[Labels] = []
         layers = []
         for panel in scene:
+            if progress is not None:
+                progress((number + panel.number / len(scene)) / len(scenes))
             blob = _Blob()
             said = _layer(panel, how, blob)
             for which, labels in (("queries", panel.queries), ("keys", panel.keys)):
@@ -136,15 +140,20 @@ def _role(one: Any) -> dict[str, Any] | None:
 def _where(cells: Tensor, n: int, m: int) -> Iterator[tuple[int, int]]:
     """The first query and key of the crops with the most mass in a pooled map (rows, cols), which do not overlap."""
     rows, cols = cells.shape
-    tall, wide = max(1, rows * CROP // n), max(1, cols * CROP // m)
-    mass = torch.nn.functional.avg_pool2d(cells[None, None], (min(tall, rows), min(wide, cols)), stride=1)[0, 0]
+    tall, wide = (_within(size * CROP // count, size) for size, count in ((rows, n), (cols, m)))
+    sums = torch.nn.functional.pad(cells.double().cumsum(0).cumsum(1), (1, 0, 1, 0))  # of all above and to the left
+    mass = sums[tall:, wide:] - sums[:-tall, wide:] - sums[tall:, :-wide] + sums[:-tall, :-wide]
     for _ in range(CROPS):
         at = int(mass.argmax())
         r, c = divmod(at, mass.shape[1])
-        if mass[r, c] <= 0:
+        if mass[r, c] < 1e-6:  # (sums leave a rest)
             return
         yield min(r * n // rows, max(n - CROP, 0)), min(c * m // cols, max(m - CROP, 0))
         mass[max(r - tall + 1, 0) : r + tall, max(c - wide + 1, 0) : c + wide] = 0
+
+
+def _within(size: int, most: int) -> int:
+    return min(max(size, 1), most)
 
 
 def _crop(panel: Panel, head: int, r: int, c: int, blob: _Blob) -> dict[str, Any]:

@@ -39,10 +39,17 @@ const ROLES = {
   itself: ["#009988", "•"], separator: ["#aa4499", "S"], punctuation: ["#882255", "P"], first: ["#777777", "1"],
   local: ["#117733", "L"], "long-range": ["#999933", "R"], broad: ["#ddaa33", "B"],
 };
-const roleColour = (role) => (ROLES[role] ? ROLES[role][0] : "transparent");
-const roleSign = (role) => (ROLES[role] ? ROLES[role][1] : "");
+const OTHER = ["#5b6470", "?"]; // a role that this page does not know
+const roleColour = (role) => (Object.hasOwn(ROLES, role) ? ROLES[role] : OTHER)[0];
+const roleSign = (role) => (Object.hasOwn(ROLES, role) ? ROLES[role] : OTHER)[1];
 
-const theme = () => document.documentElement.dataset.theme;
+// Black or white, whichever is read better on a colour "#rrggbb" (relative luminance of WCAG).
+function inkOn(colour) {
+  const [r, g, b] = [1, 3, 5].map((at) => (parseInt(colour.slice(at, at + 2), 16) / 255) ** 2.2);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#000000" : "#ffffff";
+}
+
+const theme = () => document.documentElement.dataset.theme; // "light" or "dark": set before anything is drawn
 const css = ([r, g, b]) => `rgb(${r},${g},${b})`;
 
 // How a value from 0 to 1 becomes a step of the ramp: small weights are lifted by the root.

@@ -27,6 +27,11 @@ class Run {
     this.roles = [...new Set(this.layers.flatMap((layer) => layer.roles.map((role) => role && role.role)))].filter(Boolean).sort();
   }
 
+  // A measure of all heads that have it.
+  all(name) {
+    return this.heads().map(({ layer, head }) => layer.measured(name, head)).filter((value) => value !== undefined);
+  }
+
   heads() {
     return this.layers.flatMap((layer) => range(layer.heads).map((head) => ({ layer, head })));
   }
@@ -48,12 +53,15 @@ class Text {
       const last = found[found.length - 1];
       if (words && last && last[1] === i && this.word[i] === this.word[i - 1]) {
         last[1] = i + 1;
-        last[2] += token.startsWith("##") ? token.slice(2) : token;
+        last[2] += piece(token);
       } else found.push([i, i + 1, token]);
     });
     return found;
   }
 }
+
+// A piece of a word within it: "##ly" is "ly" there.
+const piece = (token) => (token.startsWith("##") && token.slice(2)) || token;
 
 class Layer {
   constructor(data, run, meta, index) {
@@ -89,11 +97,18 @@ class Layer {
   }
 
   label(head) {
-    return `layer ${this.index} head ${head}`;
+    const role = this.role(head);
+    return `layer ${this.index} head ${head}${role ? `, ${role.role}` : ""}`;
   }
 
   role(head) {
     return this.roles[head] || null;
+  }
+
+  // What was measured of a head, or undefined: not in this layer, or no number.
+  measured(name, head) {
+    const values = Object.hasOwn(this.measures, name) ? this.measures[name] : [];
+    return values[head] ?? undefined;
   }
 
   // Cell (i, j) of a head's map, and how far the next code is away.
@@ -117,9 +132,36 @@ class Layer {
     } else if (this.links) {
       const [, n, k] = this.links.keys.shape;
       const at = (head * n + query) * k;
-      found = range(k).map((i) => [this.links.keys.codes[at + i], decode(this.links.weights.codes[at + i], this.links.weights.scale[head], this.links.weights.bits).value]);
+      found = range(k).map((i) => [this.links.keys.codes[at + i], this.linked(head, at + i).value]);
     }
     return found.filter(([, weight]) => weight > 0).sort((a, b) => b[1] - a[1]).slice(0, count);
+  }
+
+  // One of the links that were kept, by its place among all.
+  linked(head, at) {
+    const { codes, scale, bits } = this.links.weights;
+    return decode(codes[at], scale[head], bits);
+  }
+
+  // A single weight of a pooled map, where it was kept: in a crop, or as one of the strongest links.
+  exactly(head, query, key) {
+    for (const crop of this.crops) {
+      const [, tall, wide] = crop.shape;
+      const [r, c] = [query - crop.row, key - crop.col];
+      if (crop.head === head && r >= 0 && c >= 0 && r < tall && c < wide) return decode(crop.codes[r * wide + c], crop.scale[0], crop.bits);
+    }
+    if (!this.links) return null;
+    const [, n, k] = this.links.keys.shape;
+    const first = (head * n + query) * k;
+    for (let at = first; at < first + k; at++) if (this.links.keys.codes[at] === key && this.links.weights.codes[at]) return this.linked(head, at);
+    return null;
+  }
+
+  // [query, key, weight] of the strongest links of all queries that were kept.
+  strongestOfAll(head, count) {
+    const [, n, k] = this.links.keys.shape;
+    const codes = this.links.weights.codes.subarray(head * n * k, (head + 1) * n * k);
+    return largestOf(codes, count).map((i) => [Math.floor(i / k), this.links.keys.codes[head * n * k + i], this.linked(head, head * n * k + i).value]);
   }
 
   // A row of a signed piece of `flow`, such as the query vector of a head and token.
@@ -141,11 +183,28 @@ class Layer {
   // How much a head adds to a token: the norm of its slice after the projection, and its cosine with the sum of all.
   adds(head, query) {
     if (!this.flow || !this.flow.norms) return null;
-    const norms = this.flow.norms;
+    const { norms, added = 0 } = this.flow; // of a long text those of its last tokens
+    if (query < added) return null;
     norms.codes = norms.codes || whole(this.bytes, norms);
-    const norm = decode(norms.codes[head * norms.shape[1] + query], norms.scale[head], norms.bits).value;
-    return { norm, cosine: this.vector("cosines", head)[query] };
+    const norm = decode(norms.codes[head * norms.shape[1] + query - added], norms.scale[head], norms.bits).value;
+    return { norm, cosine: this.vector("cosines", head)[query - added] };
   }
+}
+
+// Where the largest of some numbers are, the largest first: one pass, for there may be millions.
+function largestOf(values, count, size = (x) => x) {
+  const best = [];
+  let least = 0;
+  for (let i = 0; i < values.length; i++) {
+    const now = size(values[i]);
+    if (!(now > least)) continue;
+    let at = best.length;
+    while (at && size(values[best[at - 1]]) < now) at--;
+    best.splice(at, 0, i);
+    if (best.length > count) best.pop();
+    if (best.length === count) least = size(values[best[count - 1]]);
+  }
+  return best;
 }
 
 // Whole numbers, stored low bytes first: those of all, then the next bytes of all.

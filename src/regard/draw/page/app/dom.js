@@ -28,6 +28,20 @@ function fill(node, ...children) {
   node.replaceChildren(...present(children));
 }
 
+// The same, with the focus where it was: on the element itself if it is there again, else on the one with its id. Who
+// works with keys would have to begin anew otherwise, at the top of the page.
+function refill(node, ...children) {
+  const focused = document.activeElement;
+  fill(node, ...children);
+  refocus(focused);
+}
+
+function refocus(focused) {
+  if (document.activeElement !== document.body || focused === document.body) return; // it was not lost, or has gone on
+  const again = focused.isConnected ? focused : focused.id && document.getElementById(focused.id);
+  if (again) again.focus({ preventScroll: true });
+}
+
 // A number as it is read: four digits that count.
 function number(x, digits = 4) {
   if (!Number.isFinite(x)) return "–";
@@ -41,6 +55,9 @@ function short(text, length = 14) {
   const letters = Array.from(text.slice(0, 4 * length + 8));
   return letters.length <= length && text.length <= 4 * length + 8 ? text : letters.slice(0, length - 1).join("") + "…";
 }
+
+// Text of either direction, kept from turning its surroundings.
+const isolated = (text) => `\u2068${text}\u2069`;
 
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 const range = (count) => Array.from({ length: count }, (_, i) => i);

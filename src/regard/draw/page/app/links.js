@@ -12,7 +12,7 @@ class LinksView {
     this.columns = element("div", { class: "columns" }, this.left, this.lines, this.right);
     this.note = element("p", { class: "note" });
     this.node = element("div", { class: "links" }, this.columns, this.note);
-    new ResizeObserver(() => this.draw()).observe(this.columns);
+    new ResizeObserver(() => this.draw()).observe(this.lines);
   }
 
   // picture: what to take weights from; window: the part of it that is shown, in units.
@@ -28,21 +28,23 @@ class LinksView {
     this.note.textContent = pooled
       ? `The ${layer.links ? layer.links.keys.shape[2] : 0} strongest links of each query, of the part that the map shows${cut ? `, its first ${MOST} tokens` : ""}. Zoom in to see others.`
       : cut ? `The first ${MOST} tokens of the part that the map shows.` : "";
-    fill(this.left, this.rows.map((row, at) => this.token(row, at, "query")));
-    fill(this.right, this.cols.map((col, at) => this.token(col, at, "key")));
     this.links = this.found();
+    refill(this.left, this.rows.map((row, at) => this.token(row, at, "query")));
+    refill(this.right, this.cols.map((col, at) => this.token(col, at, "key")));
     this.draw();
   }
 
   token([unit, label, special], at, side) {
-    const name = side === "query" ? `${label}, looks` : `${label}, is looked at`;
+    const name = `${short(label, 40)}, ${side === "query" ? "looks" : "is looked at"}`;
     const hold = (on) => () => this.hold(on ? [side, at] : null);
+    const chosen = side === "query" && unit === this.chosen;
     return element("li", {},
       element("button", {
-        type: "button", class: special ? "special" : "", title: label, "aria-label": name, dir: "auto",
+        type: "button", id: `${side}-${unit}`, class: special ? "special" : "", title: short(label, 200), "aria-label": name, dir: "auto",
+        "aria-pressed": side === "query" ? String(chosen) : null,
         onpointerenter: hold(true), onpointerleave: hold(false), onfocus: hold(true), onblur: hold(false),
-        onclick: () => side === "query" && this.onpick && this.onpick(unit),
-      }, short(label, 16)), element("span", { class: "weight" }));
+        onclick: () => side === "query" && this.onpick && this.onpick(chosen ? -1 : unit),
+      }, short(label, 24)), element("span", { class: "weight" }));
   }
 
   // [row, column, weight], of all queries that are shown: above the threshold, at most `top` of each.
@@ -64,13 +66,19 @@ class LinksView {
     this.draw();
   }
 
+  // The chosen query, if it is among those that are shown.
+  choice() {
+    const at = this.chosen < 0 ? -1 : this.rows.findIndex(([unit]) => unit === this.chosen);
+    return at < 0 ? null : ["query", at];
+  }
+
   draw() {
     if (!this.links) return;
     const width = this.lines.clientWidth || 120;
     const height = LINE * Math.max(this.rows.length, this.cols.length, 1);
     this.lines.setAttribute("height", height);
     this.lines.setAttribute("viewBox", `0 0 ${width} ${height}`);
-    const held = this.held || (this.chosen >= 0 ? ["query", this.rows.findIndex(([unit]) => unit === this.chosen)] : null);
+    const held = this.held || this.choice();
     const chosen = ([i, j]) => !held || (held[0] === "query" ? i === held[1] : j === held[1]);
     const middle = (at) => LINE * (at + 0.5);
     const made = this.links.filter(chosen).map(([i, j, weight]) => {

@@ -2,7 +2,7 @@
 
 class Live {
   constructor(about) {
-    this.about = about; // { models: [{ name, kind }], limit, text, model }
+    this.about = about; // { models: [{ name, kind }], model, text, limit, most, crop, job: of the first sentence }
     this.job = null;
   }
 
@@ -10,31 +10,44 @@ class Live {
     this.app = app;
     this.form = this.made();
     document.getElementById("top").after(this.form);
+    window.addEventListener("pagehide", () => this.job && this.job !== this.about.job && fetch(`api/jobs/${this.job}`, { method: "DELETE", keepalive: true }));
+    if (app.data) this.record = this.about.job;
+    else if (this.about.job) this.run(() => this.about.job);
   }
 
   header() {}
 
   made() {
     const { about } = this;
-    this.text = element("textarea", { id: "live-text", rows: 2, maxlength: about.limit, "aria-label": "text", placeholder: "A text to look at", dir: "auto", value: about.text || "" });
-    this.model = element("select", { id: "live-model" }, about.models.map(({ name, kind }) => element("option", { value: name, selected: name === about.model }, `${name} (${kind})`)));
+    this.text = element("textarea", { id: "live-text", rows: 2, maxlength: about.limit, "aria-label": "text", placeholder: "A text to look at", dir: "auto", value: about.text || "", onkeydown: (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && this.form.requestSubmit() });
+    this.model = element("select", { id: "live-model", onchange: () => this.chosen() }, about.models.map(({ name, kind }) => element("option", { value: name, selected: name === about.model }, `${name} (${kind})`)));
     this.more = element("input", { id: "live-more", type: "number", min: 0, max: about.most, value: 0 });
     this.go = element("button", { id: "live-go" }, "Look");
     this.stop = element("button", { id: "live-stop", type: "button", hidden: true, onclick: () => this.cancel() }, "Stop");
     this.bar = element("progress", { max: 1, value: 0, hidden: true, "aria-label": "progress" });
     this.said = element("span", { role: "status", id: "live-said" });
+    this.chosen();
     return element("form", { class: "live", onsubmit: (event) => this.ask(event) }, this.text,
       element("div", { class: "controls" }, field("Model", this.model), field("Generate", this.more), this.go, this.stop, this.bar, this.said));
   }
 
-  async ask(event) {
+  // An encoder does not write.
+  chosen() {
+    this.more.disabled = this.about.models.some(({ name, kind }) => name === this.model.value && kind === "encoder");
+  }
+
+  ask(event) {
     event.preventDefault();
-    if (this.job) return;
+    const generate = this.more.disabled ? 0 : Number(this.more.value) || 0;
+    return this.run(async () => (await this.call("POST", "api/look", { text: this.text.value, model: this.model.value, generate })).job);
+  }
+
+  async run(begun) {
+    if (this.go.disabled) return;
     this.busy(true);
     this.said.textContent = "";
     try {
-      const asked = await this.call("POST", "api/look", { text: this.text.value, model: this.model.value, generate: Number(this.more.value) || 0 });
-      this.job = asked.job;
+      this.job = await begun();
       await this.follow();
     } catch (error) {
       this.said.textContent = error.message;
@@ -45,7 +58,7 @@ class Live {
 
   async follow() {
     for (let wait = 60; ; wait = Math.min(2 * wait, 800)) {
-      const now = await this.call("GET", `api/jobs/${this.job}`);
+      const now = await this.call("GET", `api/jobs/${this.job}`, null, 5);
       this.bar.value = now.progress;
       this.said.textContent = now.said;
       if (now.state === "failed" || now.state === "stopped") throw new Error(now.said);
@@ -54,7 +67,7 @@ class Live {
     }
     const { meta, blobs } = await this.call("GET", `api/jobs/${this.job}/page`);
     this.record = this.job;
-    this.said.textContent = "";
+    this.said.textContent = meta.generated ? `generated: ${meta.generated}` : "";
     this.app.load(new Data(meta, (name) => blobs[name]));
   }
 
@@ -68,8 +81,13 @@ class Live {
     if (this.job) this.call("DELETE", `api/jobs/${this.job}`).catch(() => {});
   }
 
-  async call(method, path, body) {
+  // Ask the server; where it is too busy to answer, so many times again.
+  async call(method, path, body, again = 0) {
     const answer = await fetch(path, { method, headers: body ? { "content-type": "application/json" } : {}, body: body ? JSON.stringify(body) : undefined });
+    if (answer.status === 503 && again) {
+      await new Promise((done) => setTimeout(done, 1000));
+      return this.call(method, path, body, again - 1);
+    }
     const said = await answer.json().catch(() => ({ error: `the server answered ${answer.status}` }));
     if (!answer.ok) throw new Error(said.error || `the server answered ${answer.status}`);
     return said;

@@ -10,6 +10,13 @@ class App {
     this.main = document.getElementById("main");
     this.top = document.getElementById("top");
     this.status = element("p", { class: "status", role: "alert" });
+    this.said = element("p", { class: "unseen", role: "status", id: "said" }); // for those who hear the page
+    this.main.after(this.said);
+    this.scrolled = new Map(); // how far down each view was left
+    document.getElementById("skip").addEventListener("click", (event) => {
+      event.preventDefault(); // (or the address would hold the name of an element instead of the view)
+      this.main.focus();
+    });
     this.views = Object.fromEntries(VIEWS.map(([name, , View]) => [name, new View(this)]));
     this.state.listeners.push((changed) => this.changed(changed));
     document.addEventListener("keydown", (event) => this.key(event));
@@ -37,7 +44,7 @@ class App {
   }
 
   get view() {
-    return this.views[this.state.view] || this.views.model;
+    return this.views[this.state.view];
   }
 
   changed(changed) {
@@ -47,35 +54,53 @@ class App {
     }
     const same = this.shown === this.view && this.view.update && this.view.update(changed);
     if (!same) this.show();
+    else for (const [name, tab] of Object.entries(this.tabs)) tab.href = this.state.address({ view: name });
+    this.announce(changed);
   }
 
   show() {
-    if (!this.data || !this.data.runs.length) return this.header();
-    this.shown = this.view;
+    const focused = document.activeElement;
     this.header();
-    fill(this.main, this.status, this.view.node);
-    const done = this.view.show();
-    if (done) done.catch((error) => this.fail(error));
+    if (!this.data || !this.data.runs.length) return refocus(focused);
+    const other = this.shown !== this.view;
+    if (other) {
+      if (this.shown) this.scrolled.set(this.shown, window.scrollY);
+      fill(this.main, this.status, this.view.node);
+    }
+    this.shown = this.view;
+    this.status.textContent = "";
+    const turn = (this.latest = {});
+    this.main.setAttribute("aria-busy", "true");
+    Promise.resolve(this.view.show()).catch((error) => this.fail(error)).finally(() => {
+      refocus(focused);
+      if (this.latest === turn) this.main.setAttribute("aria-busy", "false");
+    });
+    if (other) window.scrollTo(0, this.scrolled.get(this.view) || 0);
   }
 
   fail(error) {
     this.status.textContent = `This view could not be shown: ${error.message}`;
   }
 
+  announce(changed) {
+    if (!this.data || !["view", "run", "layer", "head"].some((name) => changed.includes(name))) return;
+    const which = ["head", "flow", "compare"].includes(this.state.view) ? `: ${this.layer.label(this.head)}` : "";
+    this.said.textContent = `${this.state.view}${which}`;
+  }
+
   header() {
     const { state, data } = this;
-    const now = Object.keys(this.views).find((name) => this.views[name] === this.view);
-    const tabs = VIEWS.map(([name, title]) => element("a", { href: state.address({ view: name }), "aria-current": now === name ? "page" : null, id: `tab-${name}` }, title));
-    const runs = data && data.runs.length > 1 ? field("Text", select(data.runs.map((run, i) => [i, short(run.name, 60)]), this.run.number, (value) => state.set({ run: Number(value), zoom: "", q: -1, k: -1 }), { id: "run" })) : null;
+    this.tabs = Object.fromEntries(VIEWS.map(([name, title]) => [name, element("a", { ...state.link({ view: name }), "aria-current": state.view === name ? "page" : null, id: `tab-${name}` }, title)]));
+    const runs = data && data.runs.length > 1 ? field("Run", select(data.runs.map((run, i) => [i, short(run.name, 60)]), this.run.number, (value) => this.turn(Number(value)), { id: "run" })) : null;
     const dark = document.documentElement.dataset.theme === "dark";
-    const button = (id, title, text, act) => element("button", { type: "button", id, title, "aria-label": title, onclick: act }, text);
+    const button = (id, title, text, act, attributes = {}) => element("button", { type: "button", id, title, "aria-label": title, onclick: act, ...attributes }, text);
     const name = () => `regard-${state.view}${["head", "compare"].includes(state.view) ? `-${this.layer.index}.${this.head}` : ""}`;
     fill(this.top,
-      element("h1", { title: data ? data.meta.title : "" }, data ? short(data.meta.title, 80) : "regard"),
-      element("nav", { "aria-label": "views" }, tabs), runs,
+      element("h1", { title: data ? short(data.meta.title, 400) : "", dir: "auto" }, data ? short(data.meta.title, 120) : "regard"),
+      element("nav", { "aria-label": "views" }, Object.values(this.tabs)), runs,
       element("div", { class: "tools" },
-        button("save-svg", "Save this view as SVG", "SVG", () => saveSvg(this.view.node, name())),
-        button("save-png", "Save this view as PNG", "PNG", () => savePng(this.view.node, name()).catch((error) => this.fail(error))),
+        button("save-svg", "Save this view as SVG", "SVG", () => saveSvg(this.view, name()).catch((error) => this.fail(error)), { disabled: !data }),
+        button("save-png", "Save this view as PNG", "PNG", () => savePng(this.view, name()).catch((error) => this.fail(error)), { disabled: !data }),
         button("theme", dark ? "Light colours" : "Dark colours", dark ? "☀" : "☾", () => state.set({ theme: dark ? "light" : "dark" })),
         button("help", "Keys (?)", "?", () => this.help())));
     if (this.live) this.live.header(this.top);
@@ -97,6 +122,13 @@ class App {
     return a.n === b.n && a.m === b.m;
   }
 
+  // Another run: of the same text the same place, of another its beginning.
+  turn(number) {
+    const [a, b] = [this.layer, this.data.runs[number].layers[this.layer.index]];
+    const same = b && a.queries.tokens.join() === b.queries.tokens.join() && a.keys.tokens.join() === b.keys.tokens.join();
+    this.state.set({ run: number, ...(same ? {} : { zoom: "", q: -1, k: -1 }) });
+  }
+
   // The next head, of this layer or of the one after it.
   step(by) {
     const heads = this.run.heads();
@@ -106,7 +138,7 @@ class App {
   }
 
   key(event) {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
     const at = event.target;
     if (at instanceof HTMLInputElement || at instanceof HTMLSelectElement || at instanceof HTMLTextAreaElement) return;
     const keys = {
@@ -114,9 +146,9 @@ class App {
       "{": () => this.go(this.layer.index - 1, this.head), "}": () => this.go(this.layer.index + 1, this.head),
       "?": () => this.help(), d: () => document.getElementById("theme").click(),
     };
-    VIEWS.forEach(([name], i) => (keys[String(i + 1)] = () => this.state.set({ view: name })));
-    const moves = ["head", "flow", "compare"].includes(this.state.view);
-    if (!keys[event.key] || (event.key.startsWith("Arrow") && !moves)) return;
+    VIEWS.forEach(([name], i) => (keys[String(i + 1)] = () => this.state.set({ view: name }, true)));
+    const moves = this.data && ["head", "flow", "compare"].includes(this.state.view);
+    if (!Object.hasOwn(keys, event.key) || (/^Arrow|[[\]{}]/.test(event.key) && !moves)) return;
     event.preventDefault();
     keys[event.key]();
   }
@@ -124,10 +156,10 @@ class App {
   help() {
     let dialog = document.getElementById("keys");
     if (!dialog) {
-      const lines = [["1 … 5", "views"], ["← → or [ ]", "previous and next head"], ["{ }", "layer before and after"], ["arrows, in a map", "from cell to cell"], ["+ − 0, in a map", "zoom in, out, all"], ["wheel, pinch, drag", "zoom and pan"], ["d", "dark or light"], ["?", "this list"]];
+      const lines = [["1 … 5", "views"], ["← → or [ ]", "previous and next head"], ["{ }", "layer before and after"], ["arrows, in a map", "from cell to cell"], ["+ − 0, in a map", "zoom in, out, all"], ["Esc, in a map", "let go of a token"], ["wheel, pinch, drag", "zoom and pan"], ["d", "dark or light"], ["?", "this list"]];
       dialog = element("dialog", { id: "keys", "aria-label": "keys" }, element("h2", {}, "Keys"), element("dl", {}, lines.flatMap(([key, what]) => [element("dt", {}, key), element("dd", {}, what)])),
         element("p", {}, "The address in the browser holds this view: share it with the file. Weights are stored in steps; after ± stands how far the next one is away."),
-        element("form", { method: "dialog" }, element("button", {}, "Close")));
+        element("button", { type: "button", onclick: () => dialog.close() }, "Close")); // (a form would be refused in a notebook's frame)
       document.body.append(dialog);
     }
     dialog.showModal();

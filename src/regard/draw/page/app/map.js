@@ -1,14 +1,16 @@
 // A map on the screen: labels, zoom by wheel, pinch and keys, pan by dragging, the value under the pointer.
 
+const LETTERS = 11; // pixels, of labels
+
 class MapView {
-  constructor({ name, state = null, onhover = null, onpick = null, onzoom = null }) {
-    Object.assign(this, { onhover, onpick, onzoom });
-    this.canvas = element("canvas", { class: "plane", tabindex: 0, role: "application", "aria-roledescription": "attention map", "aria-label": name });
+  constructor({ name, id, onhover = null, onpick = null, onzoom = null, ondrop = null }) {
+    Object.assign(this, { onhover, onpick, onzoom, ondrop });
+    this.canvas = element("canvas", { class: "plane", id, tabindex: 0, role: "application", "aria-roledescription": "attention map", "aria-label": name });
     this.labels = shape("svg", { class: "labels", "aria-hidden": "true" });
     this.mark = shape("svg", { class: "mark", "aria-hidden": "true" });
     this.buttons = element("div", { class: "zoom" },
       ...[["+", "zoom in", 0.5], ["−", "zoom out", 2], ["⤢", "show all", 0]].map(([sign, title, factor]) =>
-        element("button", { type: "button", title, "aria-label": title, onclick: () => (factor ? this.zoomBy(factor) : this.zoomTo(null)) }, sign)));
+        element("button", { type: "button", title, "aria-label": title, id: `${id}-${title.replace(" ", "-")}`, onclick: () => (factor ? this.zoomBy(factor) : this.zoomTo(null)) }, sign)));
     this.node = element("div", { class: "map" }, this.labels, this.canvas, this.mark, this.buttons);
     this.picture = null;
     this.cursor = null;
@@ -17,7 +19,7 @@ class MapView {
     this.canvas.addEventListener("pointerdown", (event) => this.down(event));
     this.canvas.addEventListener("pointermove", (event) => this.move(event));
     for (const end of ["pointerup", "pointercancel"]) this.canvas.addEventListener(end, (event) => this.up(event));
-    this.canvas.addEventListener("pointerleave", () => this.pointers.size || this.hover(null));
+    this.canvas.addEventListener("pointerleave", () => this.pointers.size || this.hover(this.cursor));
     this.canvas.addEventListener("keydown", (event) => this.key(event));
     new ResizeObserver(() => this.layout()).observe(this.node);
   }
@@ -26,7 +28,7 @@ class MapView {
     this.picture = picture;
     this.scale = scale;
     this.window = this.valid(zoom) || [0, picture.rows.length, 0, picture.cols.length];
-    this.canvas.setAttribute("aria-label", `${title}: ${picture.rows.length} rows, queries, by ${picture.cols.length} columns, keys. Arrow keys move over cells, plus and minus zoom.`);
+    this.canvas.setAttribute("aria-label", `${title}: ${picture.rows.length} rows, queries, by ${picture.cols.length} columns, keys. Arrow keys move from cell to cell, plus and minus zoom, escape lets go.`);
     this.paint();
     this.cursor = null;
     this.layout();
@@ -38,15 +40,18 @@ class MapView {
     this.image = painted(picture.values, picture.rows.length, picture.cols.length, picture.top, { signed: picture.signed, scale });
     const own = picture.layer.crops.filter((crop) => crop.head === picture.head && crop.codes && !picture.parts);
     const values = own.map((crop) => decodeAll(crop.codes, crop.scale[0], crop.bits));
-    const top = Math.max(...values.map(largest), 0);
-    this.crops = own.map((crop, i) => ({ crop, image: painted(values[i], crop.shape[1], crop.shape[2], top, { scale }) }));
+    const { links } = picture.layer;
+    this.top = Math.max(...values.map(largest), links ? links.weights.scale[picture.head] : 0); // of single weights
+    this.crops = own.map((crop, i) => ({ crop, image: painted(values[i], crop.shape[1], crop.shape[2], this.top, { scale }) }));
   }
 
+  // A window as it can be shown, or null: rounding may have pushed it over the edge by a little, but not by more.
   valid(zoom) {
-    if (!zoom) return null;
-    const [r0, r1, c0, c1] = zoom;
+    if (!zoom || zoom.length !== 4 || !zoom.every(Number.isFinite)) return null;
     const { rows, cols } = this.picture;
-    return zoom.every(Number.isFinite) && 0 <= r0 && r0 < r1 && r1 <= rows.length && 0 <= c0 && c0 < c1 && c1 <= cols.length ? zoom : null;
+    const [r0, r1, c0, c1] = zoom.map((x, i) => clamp(x, 0, (i < 2 ? rows : cols).length));
+    const near = [r0, r1, c0, c1].every((x, i) => Math.abs(x - zoom[i]) < 0.01);
+    return near && r0 < r1 && c0 < c1 ? [r0, r1, c0, c1] : null;
   }
 
   get whole() {
@@ -65,17 +70,23 @@ class MapView {
     return this.height / (r1 - r0) / this.tokens[0] >= 2; // a token is large enough to be seen
   }
 
+  // Cells are moved over one by one; of a pooled map where tokens can be seen, tokens.
+  get unit() {
+    return this.picture.layer.pooled && !this.picture.parts && this.exact ? this.tokens : [1, 1];
+  }
+
   layout() {
     if (!this.picture || !this.node.clientWidth) return;
     const { rows, cols } = this.picture;
     const room = this.node.clientWidth;
-    const longest = (groups) => groups.slice(0, 400).reduce((a, [, , label]) => Math.max(a, Array.from(label.slice(0, 40)).length), 1);
-    this.left = Math.round(clamp(8 + 6.6 * Math.min(longest(rows), 14), 34, room * 0.3));
-    this.above = Math.round(clamp(8 + 6.2 * Math.min(longest(cols), 14), 30, 96));
+    const longest = (groups) => groups.slice(0, 400).reduce((most, group) => Math.max(most, widthOf(short(axisLabel(group), 16))), 1) + (groups.length > 60 ? widthOf("000 ") : 0);
+    const least = this.picture.layer.pooled ? 64 : 34; // (tokens come to sight when one zooms in)
+    this.left = Math.ceil(clamp(10 + longest(rows), least, Math.max(Math.min(room * 0.3, 110), least)));
+    this.above = Math.ceil(clamp(10 + longest(cols), least, 96));
     const most = Math.max(240, window.innerHeight - 310);
     const cell = Math.min((room - this.left - 4) / cols.length, Math.max(most / rows.length, (room - this.left) / cols.length / 8), 56);
-    this.width = Math.round(clamp(cell * cols.length, Math.min(120, room - this.left - 4), room - this.left - 4));
-    this.height = Math.round(clamp(cell * rows.length, 60, most));
+    this.width = Math.round(clamp(cell * cols.length, 56, room - this.left - 4));
+    this.height = Math.round(clamp(cell * rows.length, 56, most));
     const ratio = window.devicePixelRatio || 1;
     this.canvas.width = Math.round(this.width * ratio);
     this.canvas.height = Math.round(this.height * ratio);
@@ -93,10 +104,11 @@ class MapView {
     const context = canvas.getContext("2d");
     const [r0, r1, c0, c1] = this.window;
     const [x, y] = [canvas.width / (c1 - c0), canvas.height / (r1 - r0)];
-    context.imageSmoothingEnabled = false;
+    context.imageSmoothingEnabled = x < 1 || y < 1; // (or cells that are smaller than a pixel would get lost)
     context.clearRect(0, 0, canvas.width, canvas.height);
     context.setTransform(x, 0, 0, y, -c0 * x, -r0 * y);
     context.drawImage(this.image, 0, 0);
+    context.imageSmoothingEnabled = false;
     const [tall, wide] = this.tokens;
     const frames = [];
     if (picture.layer.pooled && !picture.parts) {
@@ -108,8 +120,10 @@ class MapView {
       }
     }
     context.setTransform(1, 0, 0, 1, 0, 0);
+    this.frames = frames;
+    this.node.classList.toggle("zoomed", !this.whole);
     this.drawLabels();
-    this.drawMark(frames);
+    this.drawMark();
   }
 
   // The strongest links stand where they are, whatever the cell around them.
@@ -117,11 +131,10 @@ class MapView {
     const { layer, head } = this.picture;
     if (!layer.links) return;
     const [r0, r1, c0, c1] = this.window;
-    const top = layer.links.weights.scale[head];
     for (let q = Math.max(0, Math.floor(r0 * tall)); q < Math.min(layer.n, r1 * tall); q++) {
       for (const [k, weight] of layer.strongest(head, q, 8)) {
         if (k < c0 * wide - 1 || k > c1 * wide) continue;
-        context.fillStyle = colourOf(weight / top, this.scale);
+        context.fillStyle = colourOf(weight / this.top, this.scale);
         context.fillRect(k / wide, q / tall, 1 / wide, 1 / tall);
       }
     }
@@ -141,20 +154,22 @@ class MapView {
       for (let i = Math.floor(first / unit / skip) * skip; i < Math.min(count, Math.ceil(last / unit)); i += skip) {
         const middle = ((i + 0.5) * unit - first) * (size / (last - first));
         if (middle < 0 || middle > size) continue;
-        const full = fine ? text.tokens[i] : groups[i][2];
-        made.push(place(middle, full, skip > 1 && per === 1 && picture.rows.length > 60 ? `${groups[i][0]} ${full}` : full));
+        const label = fine ? text.tokens[i] : axisLabel(groups[i]);
+        const numbered = skip > 1 && per === 1 && label !== String(groups[i][0]); // a few of many
+        made.push(place(middle, numbered ? `${groups[i][0]} ${label}` : label));
       }
     };
-    const font = { "font-size": 11, fill: "currentColor" };
-    along(picture.rows, picture.layer.queries, r0, r1, height, tall, (y, full, said) =>
-      shape("text", { ...font, x: left - 5, y: above + y + 4, "text-anchor": "end", direction: "ltr" }, isolated(short(said, Math.max(3, Math.floor((left - 8) / 6.6))))));
-    along(picture.cols, picture.layer.keys, c0, c1, width, wide, (x, full, said) =>
-      shape("text", { ...font, transform: `translate(${left + x + 4} ${above - 5}) rotate(-90)` }, isolated(short(said, Math.max(3, Math.floor((above - 8) / 6.2))))));
+    const font = { "font-size": LETTERS, fill: "currentColor" };
+    along(picture.rows, picture.layer.queries, r0, r1, height, tall, (y, said) =>
+      shape("text", { ...font, x: left - 5, y: above + y + 4, "text-anchor": "end", direction: "ltr" }, isolated(fitted(said, left - 7))));
+    along(picture.cols, picture.layer.keys, c0, c1, width, wide, (x, said) =>
+      shape("text", { ...font, transform: `translate(${left + x + 4} ${above - 5}) rotate(-90)` }, isolated(fitted(said, above - 7))));
     made.push(shape("rect", { x: left - 0.5, y: above - 0.5, width: width + 1, height: height + 1, fill: "none", stroke: "currentColor", "stroke-opacity": 0.35 }));
     fill(this.labels, made);
   }
 
-  drawMark(frames = []) {
+  drawMark() {
+    if (!this.frames) return; // (nothing is drawn yet)
     const { left, above, width, height } = this;
     const [r0, r1, c0, c1] = this.window;
     const [x, y] = [width / (c1 - c0), height / (r1 - r0)];
@@ -163,9 +178,12 @@ class MapView {
       const [x1, y1] = [clamp((c + w - c0) * x, 0, width), clamp((r + h - r0) * y, 0, height)];
       return x1 > x0 && y1 > y0 ? shape("rect", { x: left + x0, y: above + y0, width: x1 - x0, height: y1 - y0, fill: "none", ...attributes }) : null;
     };
-    this.frames = frames.length ? frames : this.frames && !this.picture.parts && this.picture.layer.pooled ? this.frames : [];
     const made = this.frames.map((place) => box(place, { stroke: "var(--accent)", "stroke-dasharray": "3 2", "stroke-opacity": 0.9 }));
-    if (this.cursor) made.push(box([this.cursor[1], this.cursor[0], 1, 1], { stroke: "var(--accent)", "stroke-width": 2 }));
+    if (this.cursor) {
+      const [tall, wide] = this.unit;
+      const [r, c] = this.cursor;
+      made.push(box([Math.floor(c * wide) / wide, Math.floor(r * tall) / tall, 1 / wide, 1 / tall], { stroke: "var(--accent)", "stroke-width": 2 }));
+    }
     fill(this.mark, made);
   }
 
@@ -180,14 +198,17 @@ class MapView {
     this.onhover && this.onhover(place && this.picture.at(...place, this.exact));
   }
 
+  // Once the whole map is there, turning further scrolls the page.
   wheel(event) {
+    if (this.whole && event.deltaY > 0) return;
     event.preventDefault();
     this.zoomBy(Math.exp(clamp(event.deltaY, -60, 60) / 120), this.place(event));
   }
 
   zoomBy(factor, around = null) {
     const [r0, r1, c0, c1] = this.window;
-    const middle = around || (this.cursor ? this.cursor.map((x) => x + 0.5) : [(r0 + r1) / 2, (c0 + c1) / 2]);
+    const inSight = this.cursor && this.cursor[0] >= r0 && this.cursor[0] < r1 && this.cursor[1] >= c0 && this.cursor[1] < c1;
+    const middle = around || (inSight ? this.cursor : [(r0 + r1) / 2, (c0 + c1) / 2]);
     const { rows, cols } = this.picture;
     const [tall, wide] = this.tokens;
     const axis = (first, last, at, count, least) => {
@@ -199,7 +220,8 @@ class MapView {
   }
 
   zoomTo(zoom) {
-    this.window = (zoom && this.valid(zoom)) || [0, this.picture.rows.length, 0, this.picture.cols.length];
+    const asWritten = zoom && zoom.map((x) => Math.round(x * 1e5) / 1e5); // so that the address gives the same to the pixel
+    this.window = this.valid(asWritten) || [0, this.picture.rows.length, 0, this.picture.cols.length];
     this.draw();
     this.onzoom && this.onzoom(this.whole ? null : this.window);
   }
@@ -208,7 +230,7 @@ class MapView {
     this.canvas.setPointerCapture(event.pointerId);
     this.pointers.set(event.pointerId, event);
     this.moved = 0;
-    this.dragged = { window: this.window, place: this.place(event), spread: this.spread() };
+    this.dragged = this.place(event);
   }
 
   spread() {
@@ -227,7 +249,7 @@ class MapView {
     } else if (this.moved > 4) {
       const [r0, r1, c0, c1] = this.window;
       const [r, c] = this.place(event);
-      const [down, right] = [this.dragged.place[0] - r, this.dragged.place[1] - c];
+      const [down, right] = [this.dragged[0] - r, this.dragged[1] - c];
       const top = clamp(r0 + down, 0, this.picture.rows.length - (r1 - r0));
       const start = clamp(c0 + right, 0, this.picture.cols.length - (c1 - c0));
       this.zoomTo([top, top + r1 - r0, start, start + c1 - c0]);
@@ -237,12 +259,13 @@ class MapView {
   up(event) {
     const place = this.place(event);
     this.pointers.delete(event.pointerId);
+    for (const left of this.pointers.values()) this.dragged = this.place(left); // the finger that stays goes on from where it is
     if (event.type === "pointerup" && this.moved <= 4) this.pick(place);
   }
 
   pick(place) {
     const found = this.picture.at(...place, this.exact);
-    this.cursor = [found.i, found.j];
+    this.cursor = place;
     this.drawMark();
     this.onhover && this.onhover(found);
     this.onpick && this.onpick(found);
@@ -250,13 +273,18 @@ class MapView {
 
   key(event) {
     const steps = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
-    const { rows, cols } = this.picture;
-    if (steps[event.key] && !event.ctrlKey && !event.metaKey && !event.altKey) {
-      const [i, j] = this.cursor || [Math.floor(this.window[0]), Math.floor(this.window[2])];
-      const [di, dj] = this.cursor ? steps[event.key] : [0, 0];
-      this.pick([clamp(i + di, 0, rows.length - 1) + 0.5, clamp(j + dj, 0, cols.length - 1) + 0.5]);
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (steps[event.key]) {
+      const { rows, cols } = this.picture;
+      const by = this.cursor ? steps[event.key] : [0, 0];
+      const from = this.cursor || [this.window[0], this.window[2]];
+      this.pick([rows.length, cols.length].map((count, axis) => {
+        const per = this.unit[axis];
+        return (clamp(Math.floor(from[axis] * per + 1e-6) + by[axis], 0, Math.round(count * per) - 1) + 0.5) / per;
+      }));
       this.follow();
-    } else if (event.key === "+" || event.key === "=") this.zoomBy(0.5);
+    } else if (event.key === "Escape" && this.cursor) this.drop();
+    else if (event.key === "+" || event.key === "=") this.zoomBy(0.5);
     else if (event.key === "-") this.zoomBy(2);
     else if (event.key === "0") this.zoomTo(null);
     else return;
@@ -264,17 +292,49 @@ class MapView {
     event.stopPropagation();
   }
 
+  drop() {
+    this.cursor = null;
+    this.drawMark();
+    this.hover(null);
+    this.ondrop && this.ondrop();
+  }
+
   // Keep the cursor in sight.
   follow() {
-    const [i, j] = this.cursor;
-    let [r0, r1, c0, c1] = this.window;
-    const [down, right] = [Math.max(i + 1 - r1, 0) || Math.min(i - r0, 0), Math.max(j + 1 - c1, 0) || Math.min(j - c0, 0)];
-    if (down || right) this.zoomTo([r0 + down, r1 + down, c0 + right, c1 + right]);
+    const [r0, r1, c0, c1] = this.window;
+    const moved = ([first, last], at, per) => {
+      const half = 0.5 / per;
+      return Math.max(at + half - last, 0) || Math.min(at - half - first, 0);
+    };
+    const [down, right] = [moved([r0, r1], this.cursor[0], this.unit[0]), moved([c0, c1], this.cursor[1], this.unit[1])];
+    if (Math.abs(down) > 1e-6 || Math.abs(right) > 1e-6) this.zoomTo([r0 + down, r1 + down, c0 + right, c1 + right]);
   }
 }
 
-// Text of either direction, kept from turning its surroundings.
-const isolated = (text) => `\u2068${text}\u2069`;
+// A cell of several tokens is named by the first.
+const axisLabel = ([first, last, label]) => (label === `${first}–${last - 1}` ? String(first) : label);
+
+const pen = document.createElement("canvas").getContext("2d");
+
+// How wide a label is, in pixels.
+function widthOf(text) {
+  pen.font = `${LETTERS}px ${getComputedStyle(document.body).fontFamily}`;
+  return pen.measureText(text).width;
+}
+
+// The beginning of a text, as far as there is room.
+function fitted(text, room) {
+  const said = short(text, 40);
+  if (widthOf(said) <= room) return said;
+  const letters = Array.from(said);
+  let [fits, over] = [0, letters.length];
+  while (over - fits > 1) {
+    const middle = (fits + over) >> 1;
+    if (widthOf(`${letters.slice(0, middle).join("")}…`) <= room) fits = middle;
+    else over = middle;
+  }
+  return `${letters.slice(0, fits).join("")}…`;
+}
 
 // What the steps of colour mean.
 function legend(top, scale, signed = false) {

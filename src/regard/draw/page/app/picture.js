@@ -12,7 +12,11 @@ class Picture {
     const values = layer.matrix(head);
     const [, rows, cols] = layer.map.shape;
     if (layer.pooled) return new Picture(layer, head, spans(layer.n, rows, layer.queries), spans(layer.m, cols, layer.keys), values, largest(values));
-    const [r, c] = [layer.queries.groups(words, specials), layer.keys.groups(words, specials)];
+    const groups = (text) => {
+      const found = text.groups(words, specials);
+      return found.length ? found : text.groups(words, true); // (a text of nothing but marks)
+    };
+    const [r, c] = [groups(layer.queries), groups(layer.keys)];
     const whole = r.length === rows && c.length === cols;
     const shown = whole ? values : gathered(values, cols, r, c);
     return new Picture(layer, head, r, c, shown, largest(shown));
@@ -41,31 +45,28 @@ class Picture {
     return total / (r1 - r0);
   }
 
-  // Which tokens are at a place (in units): exactly where a crop was kept, else those of the cell.
+  // Which tokens are at a place (in units): a single one where its weight was kept, else those of the cell.
   at(r, c, exact) {
     const [i, j] = [clamp(Math.floor(r), 0, this.rows.length - 1), clamp(Math.floor(c), 0, this.cols.length - 1)];
     const { layer, head } = this;
+    const cell = { i, j, query: this.rows[i].slice(0, 2), key: this.cols[j].slice(0, 2), tokens: [this.rows[i][0], this.cols[j][0]] };
     if (layer.pooled && exact && !this.parts) {
-      const [q, k] = [Math.floor((r * layer.n) / this.rows.length), Math.floor((c * layer.m) / this.cols.length)];
-      for (const crop of layer.crops) {
-        const [, tall, wide] = crop.shape;
-        if (crop.head !== head || q < crop.row || k < crop.col || q >= crop.row + tall || k >= crop.col + wide) continue;
-        const found = decode(crop.codes[(q - crop.row) * wide + (k - crop.col)], crop.scale[0], crop.bits);
-        return { i, j, query: [q, q + 1], key: [k, k + 1], ...found, pooled: false };
-      }
+      const [q, k] = [tokenAt(r, this.rows.length, layer.n), tokenAt(c, this.cols.length, layer.m)];
+      const found = layer.exactly(head, q, k);
+      cell.tokens = [q, k];
+      if (found) return { ...cell, query: [q, q + 1], key: [k, k + 1], ...found, pooled: false };
     }
-    const pooled = layer.pooled;
-    return { i, j, query: this.rows[i].slice(0, 2), key: this.cols[j].slice(0, 2), value: this.value(i, j), step: this.step(i, j), pooled };
+    return { ...cell, value: this.value(i, j), step: this.step(i, j), pooled: layer.pooled };
   }
 
   // [[row, column, value]], the largest first, up to `count`.
-  largest(count, signed = this.signed) {
-    const order = range(this.values.length).filter((i) => this.values[i] !== 0);
-    const size = (i) => (signed ? Math.abs(this.values[i]) : this.values[i]);
-    order.sort((a, b) => size(b) - size(a));
-    return order.slice(0, count).map((i) => [Math.floor(i / this.cols.length), i % this.cols.length, this.values[i]]);
+  largest(count) {
+    const found = largestOf(this.values, count, this.signed ? Math.abs : undefined);
+    return found.map((i) => [Math.floor(i / this.cols.length), i % this.cols.length, this.values[i]]);
   }
 }
+
+const tokenAt = (place, cells, count) => clamp(Math.floor((place * count) / cells), 0, count - 1);
 
 const largest = (values) => values.reduce((a, b) => (b > a ? b : a), 0);
 
@@ -90,8 +91,18 @@ function gathered(values, width, rows, cols) {
   return result;
 }
 
+// A large map for a small picture: cells of as many tokens each, but for the last, so that none stands out by its size.
+function reduced(values, rows, cols, most) {
+  const groups = (count) => {
+    const size = Math.ceil(count / most);
+    return range(Math.ceil(count / size)).map((i) => [i * size, Math.min((i + 1) * size, count)]);
+  };
+  const [r, c] = [groups(rows), groups(cols)];
+  return { values: r.length < rows || c.length < cols ? gathered(values, cols, r, c) : values, rows: r.length, cols: c.length };
+}
+
 function spoken(text, [first, last]) {
   if (last - first > 1 && text.word[first] !== text.word[last - 1]) return `tokens ${first}–${last - 1}`;
   const pieces = text.tokens.slice(first, last);
-  return short(pieces.map((piece, i) => (i && piece.startsWith("##") ? piece.slice(2) : piece)).join(""), 24);
+  return short(pieces.map((token, i) => (i ? piece(token) : token)).join(""), 24);
 }

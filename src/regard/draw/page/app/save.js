@@ -1,5 +1,8 @@
 // The current view as a picture: what is on the screen, drawn again as SVG; and that as PNG.
 
+const WITHOUT = ".zoom, .step"; // buttons that a picture has no use for
+const MARGIN = 16; // pixels
+
 function download(name, blob) {
   const link = element("a", { href: URL.createObjectURL(blob), download: name });
   document.body.append(link);
@@ -9,70 +12,122 @@ function download(name, blob) {
 }
 
 // Walk what is shown: backgrounds and borders become rectangles, text becomes text, canvases become images.
-function drawing(root) {
-  const frame = root.getBoundingClientRect();
-  const [width, height] = [Math.ceil(Math.max(frame.width, root.scrollWidth)), Math.ceil(Math.max(frame.height, root.scrollHeight))];
-  const made = [shape("rect", { width, height, fill: getComputedStyle(document.body).backgroundColor })];
-  const seen = (box, clip) => box.width > 0 && box.height > 0 && box.right > clip.left && box.left < clip.right && box.bottom > clip.top && box.top < clip.bottom;
-  const walk = (node, clip) => {
-    if (node.nodeType === Node.TEXT_NODE) return void made.push(...written(node, frame, clip, seen));
-    if (node.nodeType !== Node.ELEMENT_NODE) return;
+class Drawing {
+  constructor(root) {
+    this.frame = root.getBoundingClientRect();
+    this.root = root;
+    const width = Math.ceil(Math.max(this.frame.width, root.scrollWidth)) + 2 * MARGIN;
+    const height = Math.ceil(Math.max(this.frame.height, root.scrollHeight)) + 2 * MARGIN;
+    const paper = getComputedStyle(document.body);
+    this.svg = shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "font-family": paper.fontFamily }, shape("rect", { width, height, fill: paper.backgroundColor }));
+    this.walk(root, this.svg, { left: -1e9, right: 1e9, top: -1e9, bottom: 1e9 });
+  }
+
+  place(box) {
+    return { x: box.left - this.frame.left + MARGIN, y: box.top - this.frame.top + MARGIN, width: box.width, height: box.height };
+  }
+
+  // `into` is what a node is drawn into; `clip` what can be seen of it.
+  walk(node, into, clip) {
+    if (node.nodeType === Node.TEXT_NODE) return void into.append(...this.text(node, clip));
+    if (node.nodeType !== Node.ELEMENT_NODE || node.matches(WITHOUT)) return;
     const style = getComputedStyle(node);
     if (style.display === "none" || style.visibility === "hidden" || style.opacity === "0") return;
     const box = node.getBoundingClientRect();
-    if (style.display !== "contents" && !seen(box, clip)) return;
-    const place = { x: box.left - frame.left, y: box.top - frame.top, width: box.width, height: box.height };
-    if (node instanceof HTMLCanvasElement) {
-      const sharp = style.imageRendering === "pixelated" ? "pixelated" : null;
-      return void made.push(shape("image", { ...place, href: node.toDataURL(), preserveAspectRatio: "none", "image-rendering": sharp }));
+    if (!node.closest("thead") && !inSight(box, clip)) return; // (what sticks may be in sight though its row is not)
+    const target = style.opacity === "1" ? into : into.appendChild(shape("g", { opacity: style.opacity }));
+    if (node instanceof HTMLCanvasElement) return void target.append(this.canvas(node, box, style));
+    if (node instanceof SVGSVGElement) return void target.append(this.copy(node, box, style));
+    target.append(...this.background(box, style));
+    if (node instanceof HTMLSelectElement || node instanceof HTMLInputElement) return void target.append(...this.control(node, box, style));
+    this.children(node, target, clip, box, style);
+  }
+
+  // What an element hides of its children is cut off by an SVG of its size, in the same coordinates.
+  children(node, into, clip, box, style) {
+    const hides = node !== this.root && (style.overflowX !== "visible" || style.overflowY !== "visible");
+    const { x, y, width, height } = this.place(box);
+    const target = hides ? into.appendChild(shape("svg", { x, y, width, height, viewBox: `${x} ${y} ${width} ${height}` })) : into;
+    const inner = hides ? overlap(clip, box) : clip;
+    const over = (child) => child.nodeType === Node.ELEMENT_NODE && (getComputedStyle(child).position === "sticky" || child.tagName === "THEAD");
+    const all = [...node.childNodes];
+    for (const child of [...all.filter((one) => !over(one)), ...all.filter(over)]) this.walk(child, target, inner); // (what sticks is on top)
+  }
+
+  canvas(node, box, style) {
+    const sharp = style.imageRendering === "pixelated" ? "pixelated" : null;
+    return shape("image", { ...this.place(box), href: node.toDataURL(), preserveAspectRatio: "none", "image-rendering": sharp });
+  }
+
+  copy(node, box, style) {
+    const copy = node.cloneNode(true);
+    inline(node, copy);
+    for (const text of copy.querySelectorAll("text, title")) text.textContent = proper(text.textContent);
+    for (const [name, value] of Object.entries(this.place(box))) copy.setAttribute(name, value);
+    copy.setAttribute("color", style.color);
+    return copy;
+  }
+
+  background(box, style) {
+    const none = (colour) => colour === "rgba(0, 0, 0, 0)" || colour === "transparent";
+    const place = this.place(box);
+    const edges = ["Top", "Left"].map((side) => parseFloat(style[`border${side}Width`]) > 0 && style[`border${side}Style`] !== "none" && style[`border${side}Color`]);
+    const made = [];
+    if (!none(style.backgroundColor) || (edges[0] && edges[1])) made.push(shape("rect", { ...place, rx: parseFloat(style.borderTopLeftRadius) || 0, fill: none(style.backgroundColor) ? "none" : style.backgroundColor, stroke: (edges[0] && edges[1] && edges[0]) || "none" }));
+    if (edges[0] && !edges[1]) made.push(shape("path", { d: `M${place.x} ${place.y}h${place.width}`, stroke: edges[0] }));
+    if (edges[1] && !edges[0]) made.push(shape("path", { d: `M${place.x} ${place.y}v${place.height}`, stroke: edges[1], "stroke-width": parseFloat(style.borderLeftWidth) }));
+    const share = parseFloat(style.getPropertyValue("--share"));
+    if (share > 0) made.push(shape("rect", { ...place, width: (place.width * share) / 100, fill: getComputedStyle(document.documentElement).getPropertyValue("--line").trim(), "fill-opacity": 0.22 }));
+    return made;
+  }
+
+  control(node, box, style) {
+    const { x, y, width, height } = this.place(box);
+    if (node.type === "range") {
+      const at = x + 7 + ((width - 14) * (node.value - node.min)) / (node.max - node.min);
+      return [shape("rect", { x, y: y + height / 2 - 2, width, height: 4, rx: 2, fill: style.color, "fill-opacity": 0.25 }), shape("circle", { cx: at, cy: y + height / 2, r: 7, fill: style.accentColor === "auto" ? style.color : style.accentColor })];
     }
-    if (node instanceof SVGSVGElement) {
-      const copy = node.cloneNode(true);
-      inline(node, copy);
-      for (const [name, value] of Object.entries(place)) copy.setAttribute(name, value);
-      copy.setAttribute("color", style.color);
-      return void made.push(copy);
+    const said = node instanceof HTMLSelectElement ? (node.selectedOptions[0] || {}).textContent || "" : node.type === "checkbox" ? (node.checked ? "☑" : "☐") : node.value;
+    return [line(said, node.type === "checkbox" ? x : x + 8, y + height * 0.5 + 5, style)];
+  }
+
+  // A text node, a line of the screen at a time.
+  text(node, clip) {
+    const style = getComputedStyle(node.parentElement);
+    const part = document.createRange();
+    part.selectNodeContents(node);
+    const boxes = [...part.getClientRects()].filter((box) => box.width > 0);
+    if (!node.nodeValue.trim() || !boxes.some((box) => inSight(box, clip))) return [];
+    if (boxes.length === 1 && !/^\s/.test(node.nodeValue)) return [this.line(node.nodeValue.trimEnd(), boxes[0], style)];
+    const lines = [];
+    let at = 0;
+    for (const letter of node.nodeValue) { // (a letter may be two units long)
+      part.setStart(node, at);
+      part.setEnd(node, (at += letter.length));
+      const box = part.getBoundingClientRect();
+      const last = lines[lines.length - 1];
+      if (last && (box.width === 0 || Math.abs(last.box.top - box.top) < 4)) Object.assign(last, { text: last.text + letter, right: Math.max(last.right, box.right), left: box.width ? Math.min(last.left, box.left) : last.left });
+      else if (box.width > 0 && letter.trim()) lines.push({ text: letter, box, left: box.left, right: box.right });
     }
-    const paper = style.backgroundColor;
-    const edge = parseFloat(style.borderTopWidth) > 0 && style.borderTopStyle !== "none" ? style.borderTopColor : "none";
-    if ((paper !== "rgba(0, 0, 0, 0)" && paper !== "transparent") || edge !== "none") made.push(shape("rect", { ...place, rx: parseFloat(style.borderTopLeftRadius) || 0, fill: paper === "rgba(0, 0, 0, 0)" ? "none" : paper, stroke: edge }));
-    if (node instanceof HTMLSelectElement || node instanceof HTMLInputElement) {
-      const said = node instanceof HTMLSelectElement ? (node.selectedOptions[0] || {}).textContent || "" : node.type === "checkbox" ? (node.checked ? "☑" : "☐") : node.type === "range" ? "" : node.value;
-      return void made.push(line(said, place.x + 6, place.y + place.height * 0.7, style));
-    }
-    const hides = style.overflowX !== "visible" || style.overflowY !== "visible";
-    const inner = hides && node !== root ? overlap(clip, box) : clip;
-    for (const child of node.childNodes) walk(child, inner);
-  };
-  walk(root, { left: -1e9, right: 1e9, top: -1e9, bottom: 1e9 });
-  return shape("svg", { xmlns: SVG, width, height, viewBox: `0 0 ${width} ${height}`, "font-family": "system-ui, sans-serif" }, made);
+    const boxOf = ({ box, left, right }) => ({ left, right, top: box.top, bottom: box.bottom, width: right - left, height: box.height });
+    return lines.filter((one) => inSight(boxOf(one), clip)).map((one) => this.line(one.text.trimEnd(), boxOf(one), style));
+  }
+
+  line(text, box, style) {
+    const { x, y, height } = this.place(box);
+    return line(text, x, y + height * 0.76, style);
+  }
 }
+
+const inSight = (box, clip) => box.width > 0 && box.height > 0 && box.right > clip.left && box.left < clip.right && box.bottom > clip.top && box.top < clip.bottom;
 
 const overlap = (a, b) => ({ left: Math.max(a.left, b.left), right: Math.min(a.right, b.right), top: Math.max(a.top, b.top), bottom: Math.min(a.bottom, b.bottom) });
 
-function line(text, x, y, style) {
-  return shape("text", { x, y, fill: style.color, "font-size": style.fontSize, "font-weight": style.fontWeight, "xml:space": "preserve", "font-family": style.fontFamily.includes("mono") ? "monospace" : null }, text);
-}
+// Text without what XML cannot hold: control characters, halves of letters.
+const proper = (text) => text.replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\ufffe\uffff]|\p{Surrogate}/gu, "\ufffd");
 
-// A text node, a line of the screen at a time.
-function written(node, frame, clip, seen) {
-  const text = node.nodeValue;
-  if (!text.trim()) return [];
-  const style = getComputedStyle(node.parentElement);
-  const rangeOf = document.createRange();
-  rangeOf.selectNodeContents(node);
-  const boxes = [...rangeOf.getClientRects()];
-  if (boxes.length <= 1) return boxes.filter((box) => seen(box, clip)).map((box) => line(text.trim(), box.left - frame.left, box.bottom - frame.top - box.height * 0.24, style));
-  const lines = [];
-  for (let i = 0; i < text.length; i++) {
-    rangeOf.setStart(node, i);
-    rangeOf.setEnd(node, i + 1);
-    const box = rangeOf.getBoundingClientRect();
-    const last = lines[lines.length - 1];
-    if (last && Math.abs(last.box.top - box.top) < 4) last.text += text[i];
-    else lines.push({ text: text[i], box });
-  }
-  return lines.filter(({ box }) => seen(box, clip)).map(({ text: said, box }) => line(said, box.left - frame.left, box.bottom - frame.top - box.height * 0.24, style));
+function line(text, x, y, style) {
+  return shape("text", { x, y, fill: style.color, "font-size": style.fontSize, "font-weight": style.fontWeight, "font-style": style.fontStyle, "xml:space": "preserve", "font-family": style.fontFamily.includes("mono") ? "monospace" : null }, proper(text));
 }
 
 // Colours that are names in the page's style are written out.
@@ -82,18 +137,24 @@ function inline(from, to) {
   [...from.children].forEach((child, i) => inline(child, to.children[i]));
 }
 
-const written_out = (svg) => new XMLSerializer().serializeToString(svg);
-
-function saveSvg(root, name) {
-  download(`${name}.svg`, new Blob([written_out(drawing(root))], { type: "image/svg+xml" }));
+// All of a view, also what is only drawn when it comes to sight.
+async function drawn(view) {
+  if (view.complete) await view.complete();
+  return new Drawing(view.node).svg;
 }
 
-async function savePng(root, name) {
-  const svg = drawing(root);
+const asXml = (svg) => new XMLSerializer().serializeToString(svg);
+
+async function saveSvg(view, name) {
+  download(`${name}.svg`, new Blob([asXml(await drawn(view))], { type: "image/svg+xml" }));
+}
+
+async function savePng(view, name) {
+  const svg = await drawn(view);
   const [width, height] = [Number(svg.getAttribute("width")), Number(svg.getAttribute("height"))];
   const scale = Math.min(2, Math.sqrt(6e7 / (width * height)), 16000 / Math.max(width, height)); // what a canvas can hold
   const image = new Image(width, height);
-  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(written_out(svg))}`;
+  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(asXml(svg))}`;
   await image.decode();
   const canvas = element("canvas", { width: Math.ceil(width * scale), height: Math.ceil(height * scale) });
   canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);

@@ -11,44 +11,46 @@ class TableView {
     const words = state.filter.toLowerCase().split(/\s+/).filter(Boolean);
     const rows = run.heads().map(({ layer, head }) => {
       const role = layer.role(head);
-      const row = { layer: layer.index, name: layer.name, head, kind: layer.kind, role: role ? role.role : "", score: role ? role.score : null };
-      for (const name of run.measures) row[name] = layer.measures[name] ? layer.measures[name][head] : null;
+      const row = { layer: layer.index, name: layer.name, head, kind: layer.kind, role: role ? role.role : "", score: role ? role.score : null, also: role ? role.also.join(" ") : "" };
+      for (const name of run.measures) row[name] = layer.measured(name, head) ?? null;
       return row;
     });
-    const kept = rows.filter((row) => words.every((word) => `${row.name} ${row.kind} ${row.role || "none"} ${row.layer}.${row.head}`.toLowerCase().includes(word)));
+    const kept = rows.filter((row) => words.every((word) => `${row.name} ${row.kind} ${row.role || "none"} ${row.also} ${row.layer}.${row.head}`.toLowerCase().includes(word)));
     const sign = state.tdown ? -1 : 1;
     const key = state.tsort;
     return kept.sort((a, b) => {
-      if (a[key] === null || b[key] === null || a[key] === undefined) return (a[key] === null) - (b[key] === null);
+      if (a[key] === null || b[key] === null) return (a[key] === null) - (b[key] === null); // what is not known comes last
       return a[key] < b[key] ? -sign : a[key] > b[key] ? sign : a.layer - b.layer || a.head - b.head;
     });
   }
 
   show() {
     const { state, run } = this.app;
-    const columns = ["layer", "head", "name", "kind", "role", "score", ...run.measures];
+    const columns = ["layer", "head", "name", "kind", "role", "score", "also", ...run.measures];
+    const numeric = (name) => !["name", "kind", "role", "also"].includes(name);
     const rows = this.rows();
     const sorted = (name) => (state.tsort === name ? (state.tdown ? "descending" : "ascending") : "none");
     const sort = (name) => state.set(state.tsort === name ? { tdown: 1 - state.tdown } : { tsort: name, tdown: 0 });
-    const top = columns.map((name) => element("th", { scope: "col", "aria-sort": sorted(name) },
-      element("button", { type: "button", onclick: () => sort(name) }, name, element("span", { "aria-hidden": "true" }, state.tsort === name ? (state.tdown ? " ▾" : " ▴") : ""))));
+    const top = columns.map((name) => element("th", { scope: "col", class: numeric(name) ? "number" : "", "aria-sort": sorted(name) },
+      element("button", { type: "button", id: `sort-${name}`, onclick: () => sort(name) }, name, element("span", { "aria-hidden": "true" }, state.tsort === name ? (state.tdown ? " ▾" : " ▴") : ""))));
     const ends = Object.fromEntries(run.measures.map((name) => {
-      const values = run.layers.flatMap((layer) => layer.measures[name] || []);
+      const values = run.all(name);
       return [name, [Math.min(...values), Math.max(...values)]];
     }));
     const cell = (row, name) => {
       const value = row[name];
       if (name === "role") return element("td", {}, badge(value), ` ${value}`);
-      if (name === "head") return element("td", {}, element("a", { href: state.address({ view: "head", layer: row.layer, head: row.head, zoom: "", q: -1, k: -1 }) }, String(value)));
-      if (typeof value !== "number") return element("td", {}, value === null ? "" : value);
-      const node = element("td", { class: "number" }, Number.isInteger(value) && !ends[name] ? String(value) : number(value));
+      const kind = { class: numeric(name) ? "number" : "" };
+      if (name === "head") return element("td", kind, element("a", { "aria-label": `layer ${row.layer} head ${value}`, ...state.link({ view: "head", layer: row.layer, head: row.head, zoom: "", q: -1, k: -1 }) }, String(value)));
+      if (typeof value !== "number") return element("td", { ...kind, title: value && value.length > 40 ? value : null }, value === null ? "" : value);
+      const node = element("td", kind, number(value));
       if (ends[name] && ends[name][1] > ends[name][0]) node.style.setProperty("--share", `${(100 * (value - ends[name][0])) / (ends[name][1] - ends[name][0])}%`);
       return node;
     };
     const filter = element("input", { type: "search", id: "filter", value: state.filter, placeholder: "role, layer, 2.5 …", oninput: (event) => state.set({ filter: event.target.value }) });
     this.body = element("tbody", {}, rows.map((row) => element("tr", {}, columns.map((name) => cell(row, name)))));
     this.count = element("p", { class: "note", role: "status" }, `${rows.length} heads`);
-    if (this.table && this.columns === columns.join() && document.activeElement && document.activeElement.id === "filter") {
+    if (this.table && this.columns === columns.join() && document.activeElement.id === "filter" && this.node.contains(document.activeElement)) {
       this.table.tBodies[0].replaceWith(this.body); // (typing goes on)
       this.node.querySelector(".note").replaceWith(this.count);
       return;

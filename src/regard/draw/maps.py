@@ -227,6 +227,7 @@ class Block(NamedTuple):
 
 
 def beside(blocks: Sequence[Block]) -> list[str]:
+    """Blocks of lines side by side."""
     high = max(len(block.lines) for block in blocks)
     full = [block.lines + [" " * block.width] * (high - len(block.lines)) for block in blocks]
     return [(" " * GAP).join(parts) for parts in zip(*full, strict=True)]

@@ -395,6 +395,8 @@ def _table(rows: list[dict[str, str]], screen: Screen) -> list[str]:
 
 
 class Link(NamedTuple):
+    """One weight, by the numbers of its tokens."""
+
     weight: float
     query: int
     key: int

@@ -57,6 +57,7 @@ JOINERS = "\u200c\u200d"  # without a shape of their own, between letters and in
 
 @lru_cache(maxsize=1)
 def colour_map() -> Colormap:
+    """The colour map of weights, from paper to ink."""
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("regard", list(SHADES))

@@ -225,6 +225,7 @@ def round_numbers(most: float) -> list[float]:
 
 
 def signed(number: int) -> str:
+    """A number with its sign, as it is read."""
     return f"{number:+d}".replace("-", "−") if number else "0"
 
 
@@ -283,10 +284,12 @@ def _broken(parts: Sequence[str], room: float, letters: Letters) -> list[str]:
 
 
 def sign_of(role: str) -> str:
+    """The sign of a role."""
     return SIGNS[role][0] if role in SIGNS else role[:1].upper()
 
 
 def color_of(role: str) -> str:
+    """The colour of a role."""
     return SIGNS[role][1] if role in SIGNS else QUIET
 
 

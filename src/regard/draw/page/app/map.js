@@ -280,7 +280,7 @@ class MapView {
       const from = this.cursor || [this.window[0], this.window[2]];
       this.pick([rows.length, cols.length].map((count, axis) => {
         const per = this.unit[axis];
-        return (clamp(Math.floor(from[axis] * per + 1e-6) + by[axis], 0, Math.round(count * per) - 1) + 0.5) / per;
+        return (clamp(Math.floor(from[axis] * per + 1e-3) + by[axis], 0, Math.round(count * per) - 1) + 0.5) / per;
       }));
       this.follow();
     } else if (event.key === "Escape" && this.cursor) this.drop();

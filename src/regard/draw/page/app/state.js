@@ -13,11 +13,11 @@ class State {
   constructor() {
     this.listeners = [];
     this.written = location.hash;
-    this.timer = null;
+    this.timer = undefined; // while something waits to be written
     this.read();
     window.addEventListener("hashchange", () => {
       if (location.hash === this.written) return;
-      clearTimeout(this.timer);
+      this.timer = clearTimeout(this.timer);
       this.written = location.hash;
       this.read();
       this.tell(Object.keys(DEFAULTS));
@@ -46,7 +46,7 @@ class State {
   }
 
   write(step = false) {
-    clearTimeout(this.timer);
+    this.timer = clearTimeout(this.timer);
     const address = this.address();
     if (this.homeless || address === (this.written || "#")) return;
     try {

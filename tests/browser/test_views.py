@@ -1,0 +1,301 @@
+"""The five views: what they show, and that what one does in them has its effect."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from browser.pages import VIEWS, Look, Written, plain, write
+
+import regard
+from regard.heads import Record
+
+# how many colours the picture of a canvas has
+COLOURS = "c => new Set(new Uint32Array(c.getContext('2d').getImageData(0, 0, c.width, c.height).data.buffer)).size"
+
+
+def measures(seen: Record, name: str) -> dict[tuple[int, int], float]:
+    """A measure of every head, by layer and head."""
+    rows = seen.table()
+    return {(seen.layers.index(row["layer"]), row["head"]): row[name] for row in rows if name in row}
+
+
+def shown(tab: Look) -> list[tuple[int, int]]:
+    """The heads of the model view, in order."""
+    return [
+        tuple(x)
+        for x in tab.ask("[...document.querySelectorAll('a.head')].map(a => [+a.dataset.layer, +a.dataset.head])")
+    ]
+
+
+def test_every_view(look: Callable[..., Look], real: Written) -> None:
+    tab = look(real)
+    for name in VIEWS:
+        tab.click(f"#tab-{name}")
+        assert tab.page.locator(f"#tab-{name}").get_attribute("aria-current") == "page"
+        assert tab.page.locator("main > section").count() == 1
+        assert tab.page.locator(f"section.{name}").is_visible()
+
+
+def test_all_heads_are_drawn(look: Callable[..., Look], real: Written) -> None:
+    tab = look(real)
+    assert shown(tab) == [(layer, head) for layer in range(6) for head in range(12)]
+    tab.until("[...document.querySelectorAll('a.head')].slice(0, 36).every(a => a.painted)")
+    tab.page.wait_for_timeout(100)
+    assert tab.ask(f"[...document.querySelectorAll('.thumb')].slice(0, 36).map({COLOURS}).every(n => n > 2)")
+    size = tab.ask("(({ width, height }) => [width, height])(document.querySelector('.thumb'))")
+    assert size == [17, 17]
+
+
+def test_sorting_and_filtering(look: Callable[..., Look], real: Written) -> None:
+    tab = look(real)
+    entropy = measures(real.seen, "entropy")
+    tab.do(lambda: tab.page.select_option("#sort", "entropy"))
+    assert shown(tab) == sorted(entropy, key=lambda head: entropy[head])
+    tab.do(lambda: tab.page.check("#down"))
+    assert shown(tab) == sorted(entropy, key=lambda head: -entropy[head])
+    tab.do(lambda: tab.page.select_option("#by", "peak"))
+    peak = measures(real.seen, "peak")
+    tab.do(lambda: tab.page.fill("#least", "0.8") or tab.page.press("#least", "Enter"))
+    assert set(shown(tab)) == {head for head, value in peak.items() if value >= 0.8}
+    tab.do(lambda: tab.page.select_option("#than", "most"))
+    assert set(shown(tab)) == {head for head, value in peak.items() if value <= 0.8}
+    assert tab.text(".model .note").startswith(f"{len(shown(tab))} of 72 heads")
+    roles = {(real.seen.layers.index(one.layer), one.head): one.role for one in real.seen.roles(tokens=real.tokens)}
+    tab.do(lambda: tab.page.select_option("#by", ""))
+    for role in ("previous", "first", None):
+        tab.do(lambda role=role: tab.page.select_option("#role", role or "-"))
+        assert set(shown(tab)) == {head for head, one in roles.items() if one == role}
+    tab.do(lambda: tab.page.select_option("#role", ""))
+    tab.do(lambda: tab.page.select_option("#sort", "role"))
+    tab.do(lambda: tab.page.uncheck("#down"))
+    order = [roles[head] or "~" for head in shown(tab)]
+    assert order == sorted(order)
+
+
+def test_colour_by_role(look: Callable[..., Look], real: Written) -> None:
+    tab = look(real)
+    roles = {(real.seen.layers.index(one.layer), one.head): one.role for one in real.seen.roles(tokens=real.tokens)}
+    seen = tab.ask(
+        "[...document.querySelectorAll('a.head')].map(a => [+a.dataset.layer, +a.dataset.head, getComputedStyle(a).borderTopColor])"
+    )
+    colours = {}
+    for layer, head, colour in seen:
+        colours.setdefault(roles[layer, head], set()).add(colour)
+    assert all(len(found) == 1 for found in colours.values())
+    assert len({next(iter(found)) for found in colours.values()}) == len(colours)
+    signs = tab.texts(".roles .badge")
+    assert len(set(signs)) == len(signs) == len([role for role in colours if role])
+
+
+def test_from_the_model_to_a_head(look: Callable[..., Look], real: Written) -> None:
+    tab = look(real)
+    tab.click('a.head[data-layer="3"][data-head="7"]')
+    assert tab.page.locator("section.head").is_visible()
+    assert tab.hash == {"view": "head", "layer": "3", "head": "7"}
+    tab.do(tab.page.go_back)
+    assert tab.page.locator("section.model").is_visible()
+    assert tab.hash == {}
+
+
+def test_previous_and_next(look: Callable[..., Look], real: Written) -> None:
+    tab = look(real, "#view=head&layer=1&head=11")
+
+    def now() -> tuple[str, str]:
+        return tab.page.input_value("#pick-layer"), tab.page.input_value("#pick-head")
+
+    tab.press("]")
+    assert now() == ("2", "0")
+    tab.press("[", "[")
+    assert now() == ("1", "10")
+    tab.press("ArrowRight")
+    assert now() == ("1", "11")
+    tab.press("ArrowLeft", "}")
+    assert now() == ("2", "10")
+    tab.press("{", "{", "{")
+    assert now() == ("0", "10")
+    tab.press("[", *["ArrowLeft"] * 10)
+    assert now() == ("5", "11")  # around the corner
+    tab.click("#next")
+    assert now() == ("0", "0")
+
+
+def test_tokens_of_the_head_view(look: Callable[..., Look], real: Written) -> None:
+    tab = look(real, "#view=head&layer=2&head=5")
+    assert tab.texts(".queries button") == real.tokens == tab.texts(".keys button")
+    labels = [plain(text) for text in tab.page.locator(".labels text").all_text_contents()]
+    assert labels == real.tokens * 2  # none is cut short
+    tab.do(lambda: tab.page.uncheck("#specials"))
+    assert tab.texts(".queries button") == real.tokens[1:-1]
+    tab.do(lambda: tab.page.check("#words"))
+    assert tab.texts(".keys button")[-3:] == [",", "unbelievably", "quickly"]
+    tab.ask("document.getElementById('threshold').value = 0.3")
+    tab.page.dispatch_event("#threshold", "input")
+    assert "at least 0.3" in tab.text("#filters")
+    tab.ask("document.getElementById('most').value = 1")
+    tab.page.dispatch_event("#most", "input")
+    assert tab.page.locator(".lines path").count() <= 11
+    assert (tab.hash["threshold"], tab.hash["top"]) == ("0.3", "1")
+
+
+def test_choosing_a_token(look: Callable[..., Look], real: Written) -> None:
+    """A click in the map chooses; the links, the flow and the address know; a second click lets go."""
+    tab = look(real, "#view=head&layer=1&head=2")
+    every = tab.page.locator(".lines path").count()
+    tab.over(6.5, 4.5, (0, 17, 0, 17))
+    tab.page.mouse.down()
+    tab.page.mouse.up()
+    assert (tab.hash["q"], tab.hash["k"]) == ("6", "4")
+    assert tab.page.locator(".mark rect").count() == 1
+    assert 0 < tab.page.locator(".lines path").count() < every
+    assert tab.page.locator("#query-6").get_attribute("aria-pressed") == "true"
+    tab.page.mouse.move(5, 5)  # what is chosen stays in sight
+    assert (tab.readout["query"], tab.readout["key"]) == ("6-7", "4-5")
+    tab.click("#tab-flow")
+    assert tab.page.input_value("#flow-token") == "6"
+    tab.click("#tab-head")
+    assert tab.readout["query"] == "6-7"
+    tab.click("#query-6")
+    tab.page.mouse.move(5, 5)
+    tab.page.locator("#tab-head").focus()
+    assert tab.page.locator(".lines path").count() == every
+    assert "q" not in tab.hash
+    assert tab.readout == {}
+
+
+def test_flow_opens_heads(look: Callable[..., Look], real: Written) -> None:
+    tab = look(real, "#view=flow&layer=2&head=0")
+    tab.click("#open-5")
+    assert tab.page.locator("#open-5").get_attribute("aria-expanded") == "true"
+    assert tab.page.locator(".opened").count() == 1
+    weights, keys = real.weights(2, 5)[tab.ask("+document.getElementById('flow-token').value")].topk(3)
+    assert tab.texts(".opened .key > b") == [real.tokens[key] for key in keys]
+    said = [float(text.split()[0]) for text in tab.texts(".opened .key > code")]
+    assert said == pytest.approx(weights.tolist(), abs=1e-4)
+    assert tab.page.locator(".opened .strip").count() == 6  # k and v of each
+    tab.click("#open-5")
+    assert tab.page.locator(".opened").count() == 0
+    tab.do(lambda: tab.page.select_option("#flow-layer", "4"))
+    tab.do(lambda: tab.page.select_option("#flow-token", "3"))
+    assert (tab.hash["layer"], tab.hash["q"]) == ("4", "3")
+    assert f"The token {real.tokens[3]} (number 3)" in tab.text(".stage >> nth=0")
+
+
+def test_table(look: Callable[..., Look], real: Written, tmp_path: Path) -> None:
+    tab = look(real, "#view=table")
+    assert tab.page.locator("tbody tr").count() == 72
+    tab.click("#sort-distance")
+    distance = measures(real.seen, "distance")
+    heads = [tuple(int(x) for x in row.split("\t")[:2]) for row in tab.texts("tbody tr")]
+    assert heads == sorted(distance, key=lambda head: distance[head])
+    assert tab.page.locator("th[aria-sort=ascending]").inner_text().startswith("distance")
+    tab.click("#sort-distance")
+    heads = [tuple(int(x) for x in row.split("\t")[:2]) for row in tab.texts("tbody tr")]
+    assert heads == sorted(distance, key=lambda head: -distance[head])
+    tab.page.fill("#filter", "first 3.")
+    rows = tab.texts("tbody tr")
+    assert 0 < len(rows) < 12
+    assert all(row.startswith("3\t") and "first" in row for row in rows)
+    assert tab.page.evaluate("document.activeElement.id") == "filter"
+    tab.page.fill("#filter", "")
+    with tab.page.expect_download() as waiting:
+        tab.page.click("#csv")
+    waiting.value.save_as(tmp_path / "heads.csv")
+    found = list(csv.DictReader(io.StringIO((tmp_path / "heads.csv").read_text(encoding="utf-8"))))
+    assert len(found) == 72
+    table = {(row["layer"], row["head"]): row for row in real.seen.table()}
+    roles = {(one.layer, one.head): one for one in real.seen.roles(tokens=real.tokens)}
+    for row in found:
+        key = (row["name"], int(row["head"]))
+        assert real.seen.layers[int(row["layer"])] == row["name"]
+        for name, value in table[key].items():
+            if name not in ("layer", "head"):
+                assert float(row[name]) == pytest.approx(value, rel=1e-5, abs=1e-30)
+        assert row["role"] == (roles[key].role or "")
+        assert row["also"].split() == (roles[key].also if roles[key].role else [])
+    assert [float(row["distance"]) for row in found] == sorted((float(row["distance"]) for row in found), reverse=True)
+
+
+def test_a_cell_of_a_csv_is_no_formula(look: Callable[..., Look], folder: Path, tmp_path: Path) -> None:
+    class Odd(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_module('=cmd("a,b")', regard.MultiHeadAttention(4, num_heads=1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return next(iter(self.children()))(x)
+
+    with regard.watch(model := Odd(), keep="qk") as seen, torch.no_grad():
+        model(torch.randn(1, 2, 4))
+    tab = look(write(folder / "formula.html", seen, ["a", "b"]), "#view=table")
+    with tab.page.expect_download() as waiting:
+        tab.page.click("#csv")
+    waiting.value.save_as(tmp_path / "heads.csv")
+    saved = io.StringIO((tmp_path / "heads.csv").read_text(encoding="utf-8"))
+    assert next(csv.DictReader(saved))["name"] == """'=cmd("a,b")"""
+
+
+def test_from_the_table_to_a_head(look: Callable[..., Look], real: Written) -> None:
+    tab = look(real, "#view=table&tsort=peak&tdown=1")
+    first = tab.text("tbody tr >> nth=0").split("\t")
+    tab.click("tbody tr >> nth=0 >> a")
+    assert [tab.page.input_value("#pick-layer"), tab.page.input_value("#pick-head")] == first[:2]
+
+
+def test_compare_two_heads(look: Callable[..., Look], real: Written) -> None:
+    tab = look(real, "#view=compare")
+    tab.do(lambda: tab.page.select_option("#layer-A", "2"))
+    tab.do(lambda: tab.page.select_option("#head-A", "3"))
+    tab.do(lambda: tab.page.select_option("#layer-B", "4"))
+    tab.do(lambda: tab.page.select_option("#head-B", "6"))
+    assert tab.hash["other"] == "0.4.6"
+    difference = real.weights(2, 3) - real.weights(4, 6)
+    first = tab.text("#changes tbody tr >> nth=0").split("\t")
+    at = int(difference.abs().argmax())
+    assert first[:2] == [real.tokens[at // 17], real.tokens[at % 17]]
+    assert float(first[4]) == pytest.approx(float(difference.flatten()[at]), abs=1e-4)
+    tab.over(8, 8, (0, 17, 0, 17), "#map-1")  # the three maps zoom together
+    tab.page.mouse.wheel(0, -60)
+    windows = tab.ask("Object.values(regard.view.maps).map(m => m.window.join())")
+    assert len(set(windows)) == 1
+    assert windows[0] != "0,17,0,17"
+    assert tab.hash["zoom"]
+
+
+def test_compare_two_texts(look: Callable[..., Look], minilm: Any, real: Written, folder: Path) -> None:
+    text = "She said that the old house was haunted."
+    with regard.watch(minilm, keep="qkv") as seen, torch.no_grad():
+        minilm(minilm.encode(text))
+    tokens = {"cat": real.tokens, "house": minilm.tokenize(text)}
+    both = write(folder / "texts.html", {"cat": real.seen, "house": seen}, tokens)
+    tab = look(both, "#view=compare&layer=1&head=8")
+    assert tab.page.locator("canvas.plane").count() == 2
+    assert "differ in size (17 × 17 and 11 × 11)" in tab.text(".compare")
+    assert tab.page.input_value("#run-B") == "1"
+    tab.do(lambda: tab.page.select_option("#run-A", "1"))
+    tab.do(lambda: tab.page.select_option("#run-B", "1"))
+    assert tab.page.locator("canvas.plane").count() == 3
+    tab.click("#tab-head")
+    assert tab.texts(".queries button") == tokens["house"]
+    tab.do(lambda: tab.page.select_option("#run", "0"))
+    assert tab.texts(".queries button") == tokens["cat"]
+
+
+def test_runs(look: Callable[..., Look], ablated: Written) -> None:
+    """Another run of the same text: the same place of the same map."""
+    tab = look(ablated, "#view=head&layer=3&head=4&q=5&k=2&zoom=2,9,1,8")
+    for run, name in ((1, "without 0.2"), (0, "intact")):
+        tab.do(lambda run=run: tab.page.select_option("#run", str(run)))
+        assert (tab.readout["query"], tab.readout["key"]) == ("5-6", "2-3")
+        assert float(tab.readout["value"]) == pytest.approx(float(ablated.weights(3, 4, name)[5, 2]), abs=1e-4)
+        assert tab.hash["zoom"] == "2,9,1,8"
+    without = ablated.runs["without 0.2"]
+    tab = look(ablated, "#view=table&run=1")
+    entropy = measures(without, "entropy")
+    row = dict(zip(tab.texts("thead th"), tab.text("tbody tr >> nth=40").split("\t"), strict=True))
+    assert float(row["entropy"]) == pytest.approx(entropy[3, 4], rel=1e-3)

@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=24, help="how many heads to remove")
     parser.add_argument("--file", type=Path, help="where to save the pruned model (by default it is not kept)")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # texts are so short that threads would mostly wait for each other
     try:
         model = regard.models.load("minilm")
         needed = regard.heads.effects(model, TEXTS)

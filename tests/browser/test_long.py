@@ -40,7 +40,7 @@ def test_it_works(look: Callable[..., Look], longest: Written) -> None:
     assert tab.text("#pooled").startswith("Pooled: a cell is ")
     q0, _q1 = (int(x) for x in tab.text(".crop >> nth=0").split(" → ")[0].split("–"))
     tab.do(tab.page.locator(".crop").first.click)
-    assert len(tab.texts(".queries button")) == 64
+    tab.until("document.querySelectorAll('.queries button').length === 64")
     assert tab.texts(".queries button")[0] == f"tok{q0}"
     assert "tok" in tab.page.locator(".labels text").first.text_content()
     for view in ("model", "flow", "table", "compare"):

@@ -225,3 +225,20 @@ def test_a_batch(look: Callable[..., Look], minilm: Any, folder: Path) -> None:
     for i, j in some_cells(range(3), range(6), 6):
         tab.over(i + 0.5, j + 0.5, (0, 6, 0, 6))
         assert abs(float(tab.readout["value"]) - float(exact[i, j])) <= float(tab.readout["step"])
+
+
+def test_not_a_number(look: Callable[..., Look], folder: Path) -> None:
+    """What a model computed wrongly is not shown as nothing."""
+    layer = regard.MultiHeadAttention(8, num_heads=2)
+    with regard.watch(layer, keep="qkv") as seen, torch.no_grad():
+        layer(torch.full((1, 3, 8), torch.nan))
+    tab = look(write(folder / "nan.html", seen, list("abc")))
+    every_view(tab)
+    tab.click("#tab-head")
+    tab.over(1.5, 1.5, (0, 3, 0, 3))
+    assert tab.readout["value"] == "NaN"
+    assert tab.text("#readout").startswith("b → b –")
+    assert "entropy\t–" in tab.text(".details")
+    tab.click("#tab-table")
+    tab.click("#sort-entropy")
+    assert tab.page.locator("tbody tr").count() == 2

@@ -23,7 +23,8 @@ def agree(tab: Look, weights: Tensor, cells: list[tuple[int, int]], window: Any,
         assert (said["query"], said["key"]) == (f"{i}-{i + 1}", f"{j}-{j + 1}")
         step = float(said["step"])
         assert 0 < step <= 2 * most / (2**bits - 1) * 1.001  # (a step as large as a weight would agree with anything)
-        assert abs(float(said["value"]) - float(weights[i, j])) <= step, (i, j)
+        # within a step is what is promised; rounding to the nearest code gives half of one
+        assert abs(float(said["value"]) - float(weights[i, j])) <= 0.51 * step + 1e-9, (i, j)
 
 
 @pytest.mark.parametrize("layer, head", [(0, 2), (1, 8), (3, 0), (5, 11)])
@@ -135,14 +136,14 @@ def test_links_of_a_pooled_map(look: Callable[..., Look], long: Written) -> None
     assert len(found) == 12
     for query, key, weight in found:
         exact = float(weights[int(query.split()[0]), int(key.split()[0])])
-        assert float(weight) == pytest.approx(exact, abs=0.01)
-    assert float(found[0][2]) == pytest.approx(float(weights.max()), abs=0.01)
+        assert float(weight) == pytest.approx(exact, abs=0.0045)
+    assert float(found[0][2]) == pytest.approx(float(weights.max()), abs=0.0045)
     q = int(found[0][0].split()[0])
     tab.do(lambda: tab.ask("q => regard.state.set({q})", q))
     links = tab.ask("q => regard.layer.strongest(2, q, 8)", q)
     values, keys = weights[q].topk(len(links))
     assert [k for k, _ in links] == keys.tolist()
-    assert [w for _, w in links] == pytest.approx(values.tolist(), abs=0.01)
+    assert [w for _, w in links] == pytest.approx(values.tolist(), abs=0.0045)
 
 
 def test_cells_of_links_are_read_exactly(look: Callable[..., Look], long: Written) -> None:

@@ -384,6 +384,49 @@ def test_the_default_limit_holds_what_it_says() -> None:
     assert found.links >= 3
 
 
+@pytest.mark.parametrize(
+    "layers, heads, tokens, width", [(6, 12, 300, 24), (1, 1, 1000, 4), (2, 4, 400, 64), (2, 3, 701, 12)]
+)
+def test_the_limit_is_kept(layers: int, heads: int, tokens: int, width: int) -> None:
+    """Whatever a page is made of; heads that look everywhere leave nothing to compress."""
+    model = Layers(layers, heads, width)
+    with regard.watch(model, keep="qkv") as seen, torch.no_grad():
+        model(torch.randn(1, tokens, width))
+    for limit in (300_000, 1_000_000):
+        assert len(page(seen, limit=limit).encode()) <= limit
+
+
+def test_what_each_head_adds_is_there_for_the_last_tokens() -> None:
+    record = seen_of(700, heads=12, width=24, layers=6)
+    said, data = Reader(page(record, limit=300_000)).layer(0, 5)
+    first = said["flow"]["added"]
+    assert 0 < first < 700
+    norms, steps = weights(data, said["flow"]["norms"])
+    exact = record[5].projected()[0].norm(dim=-1).double()[:, first:]
+    assert norms.shape == exact.shape
+    assert bool(((norms - exact).abs() <= steps + 1e-6).all())
+
+
+def test_what_is_no_number_is_said_to_be_none() -> None:
+    """Not nothing: a mean of 0 would be believed."""
+    layer = regard.MultiHeadAttention(8, num_heads=2)
+    with regard.watch(layer, keep="qk") as seen, torch.no_grad():
+        layer(torch.full((1, 3, 8), math.nan))
+    said, _ = Reader(page(seen, list("abc"))).layer(0, 0)
+    assert said["measures"]["entropy"] == [None, None]
+    assert said["map"]["scale"] == [None, None]
+
+
+def test_half_a_letter_in_a_title(short: Record, tmp_path: Path) -> None:
+    page(short, path=tmp_path / "half.html", title="a\ud800b")
+    assert Reader((tmp_path / "half.html").read_text(encoding="utf-8")).meta["title"].startswith("a")
+
+
+def test_long_tokens_are_cut(short: Record) -> None:
+    tokens = Reader(page(short, ["x" * 10_000] * 7)).meta["runs"][0]["texts"][0]["tokens"]
+    assert tokens[0] == "x" * 399 + "…"
+
+
 def test_errors(short: Record) -> None:
     with pytest.raises(ValueError, match=r"limit: expected at least 200000 bytes, received 1000"):
         page(short, limit=1000)

@@ -65,7 +65,7 @@ def page(
     drawn = scenes(seen, tokens, item)
     if title is None:
         title = _title(next(iter(drawn.values())))
-    made = document(packed(drawn, title=title, limit=limit))
+    made = document(packed(drawn, title=title, limit=limit - len(_style()) - len(_script())))
     if path is not None:
         Path(path).write_text(made, encoding="utf-8")
     return made
@@ -105,7 +105,7 @@ def document(content: Packed, *, live: Mapping[str, Any] | None = None) -> str:
         for name, data in content.blobs.items()
     ]
     return Template(_read("index.html")).substitute(
-        policy=policy(live is not None), title=html.escape(content.meta["title"] or "regard"), style=_style(),
+        policy=policy(live is not None), title=_proper(html.escape(content.meta["title"] or "regard")), style=_style(),
         meta=as_json(meta), blobs="\n".join(blobs), script=_script()
     )  # fmt: skip
 
@@ -130,6 +130,11 @@ def as_json(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return _proper(text)
+
+
+def _proper(text: str) -> str:
+    """Text that can be written: without halves of letters (lone surrogates)."""
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 

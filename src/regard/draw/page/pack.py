@@ -26,7 +26,8 @@ from regard.measures import Links
 __all__ = ["Packed", "Plan", "codes", "decoded", "packed", "plan", "step"]
 
 VERSION = 1
-CROP, CROPS = 64, 3  # tokens to each side of an exact crop; how many of them a pooled head has
+CROP, CROPS = 64, 3  # tokens to each side of an exact crop; how many of them a pooled head has, at most
+LETTERS = 400  # of a token; more are not shown anywhere
 ROWS = 256  # queries whose contributions are computed at once
 
 
@@ -36,6 +37,8 @@ class Plan(NamedTuple):
     bits: int  # of a weight
     cells: int | None  # to each side of a pooled map; None: every weight
     links: int  # for each query of a pooled map
+    crops: int  # for each head of a pooled map
+    added: int  # tokens, counted from the last, of which it is known what each head adds
     vectors: int  # tokens, counted from the last, whose vectors (q, k, v ...) are there
     vector_bits: int
 
@@ -43,21 +46,34 @@ class Plan(NamedTuple):
 def plan(scenes: list[Scene], limit: int) -> Plan:
     """What fits into `limit` bytes, even if nothing can be compressed (base64 makes 4 of 3)."""
     panels = [panel for scene in scenes for panel in scene if panel.drawable]
-    room = limit * 3 // 4
+    room = max(limit - _described(scenes), limit // 10) * 3 // 4
     weights = sum(panel.heads * math.prod(panel.shape) for panel in panels)
     per_token = sum(_vector_numbers(panel) for panel in panels)
     tokens = max((max(panel.shape) for panel in panels), default=1)
     bits = 16 if 2 * weights <= room // 4 else 8
     full = weights * bits // 8 <= room * 3 // 4
-    vector_bits = 16 if 2 * per_token * tokens <= room // 8 else 8
-    vectors = min(tokens, room // 8 // max(per_token * vector_bits // 8, 1))
-    if full or not panels:
-        return Plan(bits, None, 0, vectors, vector_bits)
     maps = sum(panel.heads for panel in panels)
+    vector_bits = 16 if 2 * (per_token + 2 * maps) * tokens <= room // 8 else 8
+    vectors = min(tokens, room // 8 // max(per_token * vector_bits // 8, 1))
+    added = min(tokens, room // 12 // max(2 * maps * vector_bits // 8, 1))
+    if full or not panels:
+        return Plan(bits, None, 0, 0, added, vectors, vector_bits)
     cells = max(16, min(512, 2 ** int(math.log2(max(math.sqrt(room * 0.45 / maps), 1)))))
     wide = 4 if tokens > 65535 else 2
-    links = int(room * 0.25 / max(sum((wide + 1) * panel.heads * panel.shape[0] for panel in panels), 1))
-    return Plan(8, cells, min(links, 8), vectors, vector_bits)
+    a_link = sum((wide + 1) * panel.heads * panel.shape[0] for panel in panels)
+    links = min(int(room * 0.25 / max(a_link, 1)), 8)
+    left = room * 0.78 - maps * cells**2 - links * a_link  # (vectors and what is added have the rest)
+    crops = max(0, min(CROPS, int(left / (maps * CROP**2))))
+    return Plan(8, cells, links, crops, added, vectors, vector_bits)
+
+
+def _described(scenes: list[Scene]) -> int:
+    """About how many bytes the description takes: each token, and what is known of each head."""
+    texts = {id(labels): labels for scene in scenes for panel in scene for labels in (panel.queries, panel.keys)}
+    tokens = sum(
+        len(text.encode("utf-8", "replace")) + 12 for labels in texts.values() for text in _text(labels)["tokens"]
+    )
+    return tokens + 450 * sum(panel.heads for scene in scenes for panel in scene)
 
 
 @dataclass
@@ -95,7 +111,8 @@ def packed(
 
 
 def _text(labels: Labels) -> dict[str, Any]:
-    return {"tokens": labels.text, "special": [i for i, yes in enumerate(labels.special) if yes], "word": labels.word}
+    tokens = [text if len(text) <= LETTERS else text[: LETTERS - 1] + "…" for text in labels.text]
+    return {"tokens": tokens, "special": [i for i, yes in enumerate(labels.special) if yes], "word": labels.word}
 
 
 def _layer(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
@@ -118,7 +135,9 @@ def _layer(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
     exact = full or cells.shape[1:] == (n, m)
     if not exact and panel.layer.exact:
         said["crops"] = [
-            _crop(panel, head, r, c, blob) for head in range(panel.heads) for r, c in _where(cells[head], n, m)
+            _crop(panel, head, r, c, blob)
+            for head in range(panel.heads)
+            for r, c in _where(cells[head], n, m, how.crops)
         ]
         if how.links:
             found = panel.layer.measure(Links(how.links))["links"]
@@ -137,13 +156,13 @@ def _role(one: Any) -> dict[str, Any] | None:
             "also": one.also}  # fmt: skip
 
 
-def _where(cells: Tensor, n: int, m: int) -> Iterator[tuple[int, int]]:
+def _where(cells: Tensor, n: int, m: int, crops: int = CROPS) -> Iterator[tuple[int, int]]:
     """The first query and key of the crops with the most mass in a pooled map (rows, cols), which do not overlap."""
     rows, cols = cells.shape
     tall, wide = (_within(size * CROP // count, size) for size, count in ((rows, n), (cols, m)))
     sums = torch.nn.functional.pad(cells.double().cumsum(0).cumsum(1), (1, 0, 1, 0))  # of all above and to the left
     mass = sums[tall:, wide:] - sums[:-tall, wide:] - sums[tall:, :-wide] + sums[:-tall, :-wide]
-    for _ in range(CROPS):
+    for _ in range(crops):
         at = int(mass.argmax())
         r, c = divmod(at, mass.shape[1])
         if mass[r, c] < 1e-6:  # (sums leave a rest)
@@ -192,7 +211,13 @@ def _flow(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
             cosines[:, rows] = torch.nn.functional.cosine_similarity(added, whole, dim=-1)
             results.append(whole if bias is None else whole + bias.float())
         result = torch.cat(results)
-        said |= {"norms": blob.weights(norms, how.vector_bits), "cosines": blob.signed(cosines, how.vector_bits)}
+        known_from = max(0, n - how.added)
+        if how.added:
+            said |= {
+                "added": known_from,
+                "norms": blob.weights(norms[:, known_from:], how.vector_bits),
+                "cosines": blob.signed(cosines[:, known_from:], how.vector_bits),
+            }
     if not how.vectors:
         return said
     first = max(0, n - how.vectors)
@@ -268,9 +293,10 @@ def _bytes(x: Tensor) -> bytes:
     return ctypes.string_at(x.data_ptr(), x.numel() * x.element_size()) if x.numel() else b""
 
 
-def _round(x: float, digits: int = 6) -> float:
-    return float(f"{x:.{digits}g}") if math.isfinite(x) else 0.0
+def _round(x: float, digits: int = 6) -> float | None:
+    """With so many digits; what is no number is not known."""
+    return float(f"{x:.{digits}g}") if math.isfinite(x) else None
 
 
-def _rounded(values: Tensor) -> list[float]:
+def _rounded(values: Tensor) -> list[float | None]:
     return [_round(x) for x in values.tolist()]

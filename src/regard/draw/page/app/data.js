@@ -66,6 +66,7 @@ const piece = (token) => (token.startsWith("##") && token.slice(2)) || token;
 class Layer {
   constructor(data, run, meta, index) {
     Object.assign(this, meta);
+    if (this.map) this.map.scale = this.map.scale.map((scale) => scale ?? NaN); // (a head whose weights are no numbers)
     this.data = data;
     this.run = run;
     this.index = index;
@@ -187,7 +188,8 @@ class Layer {
     if (query < added) return null;
     norms.codes = norms.codes || whole(this.bytes, norms);
     const norm = decode(norms.codes[head * norms.shape[1] + query - added], norms.scale[head], norms.bits).value;
-    return { norm, cosine: this.vector("cosines", head)[query - added] };
+    const cosine = this.vector("cosines", head)[query - added];
+    return Number.isFinite(norm) && Number.isFinite(cosine) ? { norm, cosine } : null;
   }
 }
 

@@ -26,8 +26,9 @@ class App {
 
   // Other data, as a live page gets them.
   load(data) {
+    const first = !this.data; // of which the address may hold a view
     this.data = data;
-    this.state.set({ run: 0, layer: 0, head: 0, q: -1, k: -1, zoom: "", other: "", role: "", by: "", sort: "layer", filter: "" });
+    if (!first) this.state.set({ run: 0, layer: 0, head: 0, q: -1, k: -1, zoom: "", other: "", role: "", by: "", sort: "layer", filter: "" });
     this.show();
   }
 

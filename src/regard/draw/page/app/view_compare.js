@@ -59,6 +59,7 @@ class CompareView {
       element("figure", {}, element("figcaption", {}, element("b", {}, name), ` ${name === "A" ? this.named(a) : name === "B" ? this.named(b) : ""} `, legend(pictures[name].top, state.scale, pictures[name].signed)), map.node));
     const notes = [];
     if (!difference) notes.push(`Their maps differ in size (${a.rows.length} × ${a.cols.length} and ${b.rows.length} × ${b.cols.length}), so there is no difference to show.`);
+    else if (!difference.top) notes.push("These two maps are the same.");
     else if (!sameWords(a.rows, b.rows) || !sameWords(a.cols, b.cols)) notes.push("Their tokens differ: the difference is by position, with the tokens of A.");
     fill(this.node, choices, element("div", { class: "line" }, this.readout), element("div", { class: "three" }, figures),
       notes.map((note) => element("p", { class: "note" }, note)), difference ? this.changes(difference) : null,

@@ -52,13 +52,10 @@ class HeadView {
     this.showLinks();
   }
 
-  // Links follow the map once for each frame of the screen, however fast it moves.
+  // Links follow the map when it rests: hundreds of elements for every frame would make it halt.
   later() {
-    if (this.waiting) return;
-    this.waiting = requestAnimationFrame(() => {
-      this.waiting = null;
-      this.showLinks();
-    });
+    clearTimeout(this.waiting);
+    this.waiting = setTimeout(() => this.showLinks(), 60);
   }
 
   // Only what a slider changes.

@@ -53,6 +53,7 @@ bench: $(VENV)/.installed-bench $(VENV)/.installed-weights
 	$(RUN) benchmarks/models.py
 	$(RUN) benchmarks/looking.py
 	$(RUN) benchmarks/prune.py
+	$(RUN) benchmarks/pages.py
 
 clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -24,7 +24,7 @@ FRAMES = """(act) => new Promise((done) => {
 
 @pytest.fixture(scope="module")
 def longest(folder: Path) -> Written:
-    """2 heads at 4,096 tokens. (12 x 6 heads take minutes to watch on one core, and 3.9 MB: see docs/page.md.)"""
+    """2 heads at 4,096 tokens. (All 12 x 6 heads are made by benchmarks/pages.py.)"""
     return write(
         folder / "longest.html", stack(1, 2, 4096, 4), [f"tok{i}" for i in range(4096)], limit=15_000_000 * 2 // 72
     )

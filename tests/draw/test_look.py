@@ -206,6 +206,11 @@ def test_progress_can_stop_it(tokenizer) -> None:
     "given, error, words",
     [
         ({"text": None}, TypeError, "text: expected a text, or what the model is called on, received None"),
+        (
+            {"text": torch.zeros(1, 3).long(), "generate": 2},
+            TypeError,
+            "text: expected a text, to generate or to have a",
+        ),
         ({"text": " "}, ValueError, "text: expected at least one word, received ' '"),
         ({"text": "the cat", "tokenizer": None}, TypeError, "tokenizer: expected the model's tokenizer"),
         (
@@ -258,3 +263,9 @@ def test_tokens_are_saved_with_a_record(tokenizer, tmp_path) -> None:
     again = regard.heads.Record.load(tmp_path / "seen.safetensors")
     assert again.tokens == seen.tokens
     assert isinstance(again.tokens, tuple)
+
+
+def test_only_learned_positions_end(tokenizer) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 7, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=11, max_position_embeddings=5, **sizes))
+    assert len(regard.look(model, tokenizer, "the cat saw the dog that ran", show=False).tokens) == 7

@@ -3,9 +3,9 @@
 from regard.draw.figure import figure
 from regard.draw.look import look, read
 from regard.draw.page import notebook, page
-from regard.draw.terminal import terminal
+from regard.draw.terminal import terminal, terminal_text
 from regard.heads import Record
 
-__all__ = ["figure", "look", "page", "read", "terminal"]
+__all__ = ["figure", "look", "page", "read", "terminal", "terminal_text"]
 
 Record.shown_by = staticmethod(notebook)  # a record shows itself in a notebook

@@ -92,12 +92,15 @@ def read(
                        remedy="look(model, tokenizer, text)")  # fmt: skip
     with evaluating(model), torch.no_grad(), _told(model, 1 + generate, progress):
         said = Said(text)
-        if isinstance(text, str) or _is_pair(text):
+        if not (isinstance(text, str) or _is_pair(text)):
+            if generate or target is not None:
+                raise bad_type("text", expected="a text, to generate or to have a target", received=type(text).__name__)
+        else:
             _check_words(*([text] if isinstance(text, str) else text))
             if tokenizer is not None:
                 said = _theirs(model, tokenizer, text, target, generate)
             elif hasattr(model, "encode") and hasattr(model, "tokenize"):
-                said = _ours(model, text, generate)
+                said = _ours(model, text, target, generate)
             else:
                 raise bad_type("tokenizer", expected="the model's tokenizer, for a text was given", received="None",
                                remedy="look(model, tokenizer, text)")  # fmt: skip
@@ -121,12 +124,13 @@ def _is_pair(text: Any) -> bool:
     return isinstance(text, tuple) and len(text) == 2 and all(isinstance(one, str) for one in text)
 
 
-def _ours(model: Any, text: Any, generate: int) -> Said:
+def _ours(model: Any, text: Any, target: str | None, generate: int) -> Said:
     """For a model of regard's, which has its own tokenizer."""
     if not isinstance(text, str):
         raise bad_type("text", expected="one text", received="a pair")
+    if target is not None:
+        raise bad_value("target", expected="an encoder and decoder", received=type(model).__name__)
     ids = model.encode(text)
-    _check_length(model, None, ids.shape[1] + generate)
     new: list[int] = []
     if generate:
         if not isinstance(model, Decoder):
@@ -224,11 +228,14 @@ def _check_words(*parts: str) -> None:
 
 
 def _check_length(model: Any, tokenizer: Any, length: int) -> None:
-    """Learned positions end somewhere, and a model of transformers would stop there with an index out of range."""
+    """Learned positions end somewhere, and a model of transformers would stop there with an index out of range. Others,
+    such as rotary ones, go on."""
     config = getattr(model, "config", None)
-    said = [getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "context")]
-    limits = [x for x in (*said, getattr(tokenizer, "model_max_length", None)) if isinstance(x, int) and x > 0]
-    limit = min(limits, default=length)
+    said = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    tables = [module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)]
+    if not isinstance(said, int) or not any(said <= size <= said + 2 for size in tables):  # (some keep two rows aside)
+        return
+    limit = min(said, getattr(tokenizer, "model_max_length", said))
     if length > limit:
         raise bad_value("text", expected=f"at most {limit} tokens, what is generated included", received=str(length),
                         remedy="a shorter text")  # fmt: skip

@@ -151,6 +151,7 @@ def _special(tokenizer: Any, vocabulary: Mapping[str, int]) -> set[str]:
 
 
 def looks_special(token: str) -> bool:
+    """Whether a token is spelled as special ones are: [CLS], <s>, <|endoftext|>."""
     pairs = (("[", "]"), ("<|", "|>"), ("<", ">"))
     return len(token) > 2 and any(
         token.startswith(a) and token.endswith(b) and token[len(a) : -len(b)].replace("_", "").isalnum()

@@ -1,0 +1,90 @@
+// The call, as plain C: pointers, sizes, strides. Nothing here knows of torch.
+//
+// Letters: B batch, H query heads, G kv heads, N queries, M keys, D width of q and k, E width of v.
+// Strides count elements. The last axis of q, k, v and out is contiguous. A stride of 0 broadcasts.
+#pragma once
+#include <cstdint>
+
+#define REGARD_API __attribute__((visibility("default")))
+
+extern "C" {
+
+enum regard_isa : int32_t { REGARD_AUTO = 0, REGARD_PORTABLE = 1, REGARD_AVX2 = 2, REGARD_AVX512 = 3 };
+
+enum regard_dtype : int32_t { REGARD_FLOAT32 = 0, REGARD_BFLOAT16 = 1, REGARD_FLOAT16 = 2 };
+
+enum regard_status : int32_t {
+    REGARD_OK = 0,
+    REGARD_BAD_SIZE = 1,         // `size` is not that of the struct this library was built with
+    REGARD_BAD_SHAPE = 2,        // a size below 0, a width beyond 256, heads no multiple of groups
+    REGARD_NO_SUCH_ISA = 3,      // the CPU lacks what was asked for
+    REGARD_NO_MEMORY = 4,
+};
+
+struct regard_args {
+    uint64_t size;  // sizeof(regard_args): tells versions apart
+    int32_t isa;
+    int32_t threads;
+    int32_t dtype;  // of q, k, v and out; all else is float32
+    int32_t causal;
+
+    int64_t batch, heads, groups, queries, keys, width, value_width;
+    const void *q, *k, *v;  // (B, H, N, D), (B, G, M, D), (B, G, M, E)
+    void *out;              // (B, H, N, E), or null: statistics and lse alone
+    float *lse;             // (B, H, N), or null
+    int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3], lse_stride[3];
+
+    float scale;
+    float softcap;    // 0: none
+    int64_t q_start;  // position of the first query; keys stand at 0 .. M - 1
+
+    // Key j is visible to the query at position p iff, where `causal`, j <= p; and p - before <= j <= p + after.
+    int64_t before, after;               // -1: no limit
+    const int64_t *key_start, *key_end;  // (B) visible keys are [start, end); or null
+    const int32_t *q_docs, *k_docs;      // (1|B, N) and (1|B, M): equal sees equal; or null
+    int64_t q_docs_stride, k_docs_stride;
+    const uint8_t *mask;  // (1|B, 1|H, 1|N, 1|M), nonzero: visible; or null
+    int64_t mask_stride[4];
+    const float *bias;  // the same shape, added to the scores; or null
+    int64_t bias_stride[4];
+    const float *sinks;  // (1|B, H): a score more in each row's denominator; or null
+    int64_t sinks_stride[2];
+
+    const int32_t *drop_rows;  // (1|B, H, N) hashes of the query rows; null: no dropout
+    const int32_t *drop_cols;  // (1|B, M) hashes of the key columns
+    int64_t drop_rows_stride[3], drop_cols_stride[2];
+    int32_t drop_threshold;  // a weight stays iff its hash is at least this
+    float drop_kept;         // what a weight that stays is multiplied by
+
+    // Statistics of the weights before dropout, all contiguous, each null where it is not wanted.
+    float *entropy, *peak;        // (B, H, N)
+    int64_t *target;              // (B, H, N), -1 where a row sees nothing
+    float *distance, *offset;     // (B, H, N) by positions
+    float *on_first;              // (B, H, N)
+    float *received;              // (B, H, M)
+    float *offsets;               // (B, H, offsets_before + 1 + offsets_after), summed over queries
+    int64_t offsets_before, offsets_after;
+    float *heatmap;  // (B, H, rows, cols): query i is in cell i * rows / N
+    int64_t heatmap_rows, heatmap_cols;
+};
+
+// What the backward pass takes and gives, besides the call itself with its `out` and `lse` as the forward pass left them.
+// Gradients have the dtype of what they belong to; each is null where it is not wanted.
+struct regard_gradients {
+    uint64_t size;       // sizeof(regard_gradients)
+    const void *d_out;   // (B, H, N, E)
+    const float *d_lse;  // (B, H, N), or null: 0
+    int64_t d_out_stride[3], d_lse_stride[3];
+
+    void *d_q, *d_k, *d_v;
+    int64_t d_q_stride[3], d_k_stride[3], d_v_stride[3];
+    float *d_bias;  // the bias's shape: summed over the axes with stride 0; added to what is there
+    int64_t d_bias_stride[4];
+    float *d_sinks;  // (B, H), contiguous
+};
+
+REGARD_API int32_t regard_attention(const regard_args *args);
+REGARD_API int32_t regard_attention_backward(const regard_args *args, const regard_gradients *gradients);
+REGARD_API int32_t regard_best_isa(void);
+REGARD_API uint64_t regard_args_size(void);
+}

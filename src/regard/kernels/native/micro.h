@@ -1,0 +1,168 @@
+// The two matrix products, in registers. Everything is laid out with *queries along the lanes*: a block of up to LANES
+// queries is transposed once, and then
+//
+//     S^T (keys x lanes)  = K (keys x D) Q^T (D x lanes)        K is read as it lies: its numbers are broadcast
+//     O^T (E x lanes)    += V^T (E x keys) P^T (keys x lanes)   V likewise
+//
+// so neither K nor V is ever packed or transposed, softmax runs down the columns without a horizontal step, and each
+// lane is one query: maxima, sums and statistics are plain vector arithmetic.
+#pragma once
+#include <array>
+#include <utility>
+
+#include "simd.h"
+
+namespace REGARD_NAMESPACE {
+
+constexpr int LANES = 64;   // queries of a block; every lane-wise array has rows of so many
+constexpr int COLUMN = 16;  // lanes are switched on and off by columns of so many
+constexpr int VECTORS = REGISTERS == 32 ? 4 : 2;  // of a tile, side by side
+
+// How many rows a tile of NV vectors has: as many as the registers hold besides NV operands and a broadcast.
+constexpr int rows_of(int nv) { return REGISTERS == 32 ? (nv == 4 ? 6 : nv == 3 ? 8 : 12) : (nv == 2 ? 6 : 10); }
+constexpr int MOST_ROWS = REGISTERS == 32 ? 12 : 10;
+
+// R keys against NV vectors of queries, over some of the width; with `Add` on top of what is in s. `top` is the running maximum of each lane, `at` the key that has it.
+template <int R, int NV, bool Add, bool Max, bool Where>
+void scores_tile(const float *k, int64_t k_stride, const float *q, int64_t width, float *s, float *top, int32_t *at,
+                 int32_t key) {
+    F sum[R][NV] = {};
+    for (int64_t d = 0; d < width; d++) {
+        F x[NV];
+#pragma GCC unroll 16
+        for (int v = 0; v < NV; v++) x[v] = load(q + d * LANES + v * W);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            const F y = broadcast(k[r * k_stride + d]);
+#pragma GCC unroll 16
+            for (int v = 0; v < NV; v++) sum[r][v] += y * x[v];
+        }
+    }
+#pragma GCC unroll 16
+    for (int v = 0; v < NV; v++) {
+        F most = Max ? load(top + v * W) : F{};
+        I best = Where ? load(at + v * W) : I{};
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            if (Add) sum[r][v] += load(s + r * LANES + v * W);
+            store(s + r * LANES + v * W, sum[r][v]);
+            if (Where) {
+                const I more = sum[r][v] > most;
+                best = choose(more, broadcast(key + r), best);
+            }
+            if (Max) most = larger(most, sum[r][v]);
+        }
+        if (Max) store(top + v * W, most);
+        if (Where) store(at + v * W, best);
+    }
+}
+
+// R columns of v against NV vectors of weights: o = o * shrink + p v over all keys of a block.
+template <int R, int NV>
+void values_tile(const float *v, int64_t v_stride, const float *p, int64_t keys, const float *shrink, float *o) {
+    F sum[R][NV];
+#pragma GCC unroll 16
+    for (int c = 0; c < NV; c++) {
+        const F f = load(shrink + c * W);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) sum[r][c] = load(o + r * LANES + c * W) * f;
+    }
+    for (int64_t j = 0; j < keys; j++) {
+        F x[NV];
+#pragma GCC unroll 16
+        for (int c = 0; c < NV; c++) x[c] = load(p + j * LANES + c * W);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            const F y = broadcast(v[j * v_stride + r]);
+#pragma GCC unroll 16
+            for (int c = 0; c < NV; c++) sum[r][c] += y * x[c];
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 16
+        for (int c = 0; c < NV; c++) store(o + r * LANES + c * W, sum[r][c]);
+    }
+}
+
+using ScoresTile = decltype(&scores_tile<1, 1, false, false, false>);
+using ValuesTile = decltype(&values_tile<1, 1>);
+
+template <int NV, bool Add, bool Max, bool Where, int... r>
+constexpr std::array<ScoresTile, MOST_ROWS> scores_tiles(std::integer_sequence<int, r...>) {
+    return {(r < rows_of(NV) ? &scores_tile<(r < rows_of(NV) ? r + 1 : 1), NV, Add, Max, Where> : nullptr)...};
+}
+template <int NV, int... r>
+constexpr std::array<ValuesTile, MOST_ROWS> values_tiles(std::integer_sequence<int, r...>) {
+    return {(r < rows_of(NV) ? &values_tile<(r < rows_of(NV) ? r + 1 : 1), NV> : nullptr)...};
+}
+
+template <int NV, bool Add, bool Max, bool Where>
+void scores_strip(const float *k, int64_t k_stride, int64_t keys, const float *q, int64_t width, float *s, float *top,
+                  int32_t *at, int32_t key) {
+    static constexpr auto tiles = scores_tiles<NV, Add, Max, Where>(std::make_integer_sequence<int, MOST_ROWS>{});
+    constexpr int R = rows_of(NV);
+    int64_t j = 0;
+    for (; j + R <= keys; j += R)
+        scores_tile<R, NV, Add, Max, Where>(k + j * k_stride, k_stride, q, width, s + j * LANES, top, at, key + (int32_t)j);
+    if (j < keys)
+        tiles[keys - j - 1](k + j * k_stride, k_stride, q, width, s + j * LANES, top, at, key + (int32_t)j);
+}
+
+template <int NV>
+void values_strip(const float *v, int64_t v_stride, const float *p, int64_t keys, int64_t value_width,
+                  const float *shrink, float *o) {
+    static constexpr auto tiles = values_tiles<NV>(std::make_integer_sequence<int, MOST_ROWS>{});
+    constexpr int R = rows_of(NV);
+    int64_t e = 0;
+    for (; e + R <= value_width; e += R) values_tile<R, NV>(v + e, v_stride, p, keys, shrink, o + e * LANES);
+    if (e < value_width) tiles[value_width - e - 1](v + e, v_stride, p, keys, shrink, o + e * LANES);
+}
+
+// For each tile's width of vectors among the lanes [first, last): f(lane, width as a type).
+template <int NV = VECTORS, class Function>
+inline void over_lanes(int first, int last, Function f) {
+    int lane = first;
+    for (; lane + NV * W <= last; lane += NV * W) f(lane, std::integral_constant<int, NV>{});
+    if constexpr (NV > 1) {
+        if (lane < last) over_lanes<NV - 1>(lane, last, f);
+    }
+}
+
+// Widths are summed up in pieces of at most so many: the queries' piece stays in the L1 cache, and sums of sums have
+// less rounding error than long ones.
+constexpr int64_t PIECE = W > 4 ? 96 : 32;  // (without FMA products are rounded, too)
+
+// s[j][lane] = k[j] . q[lane]; with `Max` also the running maximum, with `Where` also whose it is.
+template <bool Max, bool Where>
+void scores(const float *k, int64_t k_stride, int64_t keys, const float *q, int64_t width, int first, int last,
+            float *s, float *top, int32_t *at, int32_t key) {
+    const int64_t pieces = (width + PIECE - 1) / PIECE;
+    over_lanes(first, last, [&](int lane, auto nv) {
+        constexpr int NV = nv.value;
+        int64_t d = 0;
+        for (int64_t i = 0; i < pieces; i++) {
+            const int64_t next = width * (i + 1) / pieces, some = next - d;
+            const float *x = k + d, *y = q + d * LANES + lane;
+            float *to = s + lane;
+            if (i + 1 < pieces) {
+                if (i == 0) scores_strip<NV, false, false, false>(x, k_stride, keys, y, some, to, nullptr, nullptr, key);
+                else scores_strip<NV, true, false, false>(x, k_stride, keys, y, some, to, nullptr, nullptr, key);
+            } else {
+                if (i == 0) scores_strip<NV, false, Max, Where>(x, k_stride, keys, y, some, to, top + lane, at + lane, key);
+                else scores_strip<NV, true, Max, Where>(x, k_stride, keys, y, some, to, top + lane, at + lane, key);
+            }
+            d = next;
+        }
+    });
+}
+
+// o[e][lane] = o[e][lane] * shrink[lane] + sum_j v[j][e] p[j][lane]
+inline void values(const float *v, int64_t v_stride, const float *p, int64_t keys, int64_t value_width, int first,
+                   int last, const float *shrink, float *o) {
+    over_lanes(first, last, [&](int lane, auto nv) {
+        values_strip<nv.value>(v, v_stride, p + lane, keys, value_width, shrink + lane, o + lane);
+    });
+}
+
+}  // namespace

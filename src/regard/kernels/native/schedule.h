@@ -1,0 +1,151 @@
+// All blocks of a call, over the threads.
+#pragma once
+#include <omp.h>
+
+#include <atomic>
+
+#include "statistics.h"
+
+namespace REGARD_NAMESPACE {
+
+// Queries per block: LANES, or fewer where there would not be enough blocks to keep the threads busy.
+inline int rows_per_block(const regard_args &a) {
+    int rows = LANES;
+    while (rows > COLUMN && a.batch * a.heads * ((a.queries + rows - 1) / rows) < 3 * a.threads) rows /= 2;
+    return rows;
+}
+
+struct Work {
+    const regard_args &a;  // outlives it
+    int rows;        // of a block
+    int64_t blocks;  // of a head
+    explicit Work(const regard_args &a) : a(a), rows(rows_per_block(a)), blocks((a.queries + rows - 1) / rows) {}
+
+    // The last rows first: where attention is causal they are the heaviest, and the light ones even out the end.
+    Block block(int64_t head, int64_t number) const {
+        Block b;
+        b.item = head / a.heads;
+        b.head = head % a.heads;
+        b.group = b.head / (a.heads / a.groups);
+        b.row = (blocks - 1 - number) * rows;
+        b.rows = (int)std::min<int64_t>(rows, a.queries - b.row);
+        b.lanes = (b.rows + COLUMN - 1) / COLUMN * COLUMN;
+        return b;
+    }
+};
+
+thread_local Desk desk;
+constexpr int TEAM = 4;
+thread_local Desk team[TEAM];
+thread_local Scratch packed;  // the calling thread's
+
+// Keys or values whose rows lie apart, as in (B, N, H, D), are copied side by side once for all blocks of queries.
+inline const float *pack(const regard_args &a, const float *from, int64_t (&stride)[3], int64_t width) {
+    float *to = packed.take<float>((size_t)(a.batch * a.groups * a.keys * width));
+    constexpr int64_t ROWS = 256;
+    const int64_t runs = (a.keys + ROWS - 1) / ROWS;
+#pragma omp parallel for num_threads(a.threads) schedule(static)
+    for (int64_t i = 0; i < a.batch * a.groups * runs; i++) {
+        const int64_t item = i / runs / a.groups, group = i / runs % a.groups, row = i % runs * ROWS;
+        const int64_t last = std::min(row + ROWS, a.keys);
+        float *there = to + (item * a.groups + group) * a.keys * width;
+        const float *here = from + item * stride[0] + group * stride[1];
+        for (int64_t j = row; j < last; j++)
+            std::memcpy(there + j * width, here + j * stride[2], (size_t)width * sizeof(float));
+    }
+    stride[0] = a.groups * a.keys * width;
+    stride[1] = a.keys * width;
+    stride[2] = width;
+    return to;
+}
+
+inline void plain(const Work &work) {
+    const regard_args &a = work.a;
+    // Where the keys and values of a head outgrow the L2 cache, a few blocks of queries go through them side by side.
+    const bool large = a.keys * (a.width + a.value_width) * (int64_t)sizeof(float) > (1 << 20);
+    const int64_t heads = a.batch * a.heads;
+    const int64_t size = large && heads * work.blocks >= 4 * TEAM * a.threads ? TEAM : 1;
+    const int64_t teams = (work.blocks + size - 1) / size;
+    std::atomic<int64_t> next{0};
+    std::atomic<bool> failed{false};
+#pragma omp parallel num_threads(a.threads)
+    {
+        FlushSubnormals flush;
+        try {
+            for (int m = 0; m < size; m++) {
+                team[m].lay(a, false, 0);
+                team[m].s = team[0].s;  // what lasts for one span is shared
+            }
+            for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < heads * teams;) {
+                const int64_t head = i / teams, first = i % teams * size, count = std::min(size, work.blocks - first);
+                Block blocks[TEAM];
+                for (int64_t m = 0; m < count; m++) start(a, blocks[m] = work.block(head, first + m), team[m]);
+                const int64_t step = size == 1 ? a.keys : CHUNK;
+                for (int64_t j = 0; j < a.keys; j += step)
+                    for (int64_t m = 0; m < count; m++) advance<false>(a, blocks[m], team[m], false, j, j + step);
+                for (int64_t m = 0; m < count; m++) finish<false>(a, blocks[m], team[m]);
+            }
+        } catch (const std::bad_alloc &) {
+            failed = true;
+        }
+    }
+    if (failed) throw std::bad_alloc();
+}
+
+// Parts of a head are fixed by the shapes and the number of threads; who computes which is not.
+inline void looking(const Work &work) {
+    const regard_args &a = work.a;
+    const int64_t heads = a.batch * a.heads;
+    const int64_t parts = std::max<int64_t>(1, std::min(work.blocks, (4 * a.threads + heads - 1) / heads));
+    const int64_t size = part_size(a), offsets = a.offsets_before + 1 + a.offsets_after;
+    std::vector<float> sums((size_t)(heads * parts * size), 0.0f);
+    const auto part_at = [&](int64_t number) {
+        float *p = sums.data() + number * size;
+        Part part{};
+        if (a.received) part.received = p, p += a.keys;
+        if (a.offsets) part.offsets = p, p += offsets;
+        if (a.heatmap) part.heatmap = p;
+        return part;
+    };
+    std::atomic<int64_t> next{0};
+    std::atomic<bool> failed{false};
+#pragma omp parallel num_threads(a.threads)
+    {
+        FlushSubnormals flush;
+        try {
+            const size_t cells = a.heatmap ? (size_t)a.heatmap_cols * LANES : 0;
+            desk.lay(a, true, cells);
+            float *cell = desk.scratch.take<float>(cells);
+            for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < heads * parts;) {
+                const Part part = part_at(i);
+                // Every parts-th block: heavy and light ones alike.
+                for (int64_t b = i % parts; b < work.blocks; b += parts) {
+                    const Block block = work.block(i / parts, b);
+                    forward<true>(a, block, desk);
+                    look(a, block, desk, part, cell);
+                }
+            }
+        } catch (const std::bad_alloc &) {
+            failed = true;
+        }
+#pragma omp barrier
+#pragma omp for schedule(static)
+        for (int64_t head = 0; head < heads; head++) {
+            const auto add = [&](float *to, float *Part::*which, int64_t count) {
+                if (!to) return;
+                to += head * count;
+                std::memcpy(to, part_at(head * parts).*which, (size_t)count * sizeof(float));
+                for (int64_t i = 1; i < parts; i++) {
+                    const float *more = part_at(head * parts + i).*which;
+                    for (int64_t x = 0; x < count; x++) to[x] += more[x];
+                }
+            };
+            add(a.received, &Part::received, a.keys);
+            add(a.offsets, &Part::offsets, offsets);
+            add(a.heatmap, &Part::heatmap, a.heatmap_rows * a.heatmap_cols);
+        }
+    }
+    if (failed) throw std::bad_alloc();
+}
+
+}  // namespace

@@ -1,0 +1,203 @@
+// What the weights say, from the strip that `attend` leaves behind: each weight is read once more and never stored.
+// Per row: linear in the lanes. Per key: one sum across the lanes, W keys at a time. Per cell of the heatmap: the sum
+// down the lanes within its keys, turned to rows at the end of the block.
+#pragma once
+#include "forward.h"
+
+namespace REGARD_NAMESPACE {
+
+// Sums of one part of a head, laid out as [received (M) | offsets | heatmap (rows x cols)]. Several parts of a head are
+// added in their order, so that results do not hang on which thread came first.
+struct Part {
+    float *received, *offsets, *heatmap;
+};
+
+inline bool looks(const regard_args &a) {
+    return a.entropy || a.peak || a.target || a.distance || a.offset || a.on_first || a.received || a.offsets ||
+           a.heatmap;
+}
+
+inline int64_t part_size(const regard_args &a) {
+    return (a.received ? a.keys : 0) + (a.offsets ? a.offsets_before + 1 + a.offsets_after : 0) +
+           (a.heatmap ? a.heatmap_rows * a.heatmap_cols : 0);
+}
+
+// The first key of cell c of n keys: the smallest j with j * cells / n >= c.
+inline int64_t first_of_cell(int64_t cell, int64_t cells, int64_t n) { return (cell * n + cells - 1) / cells; }
+
+struct Moments {
+    alignas(64) float ahead[LANES], apart[LANES];  // sum of weight * (j - i), of weight * |j - i|
+    alignas(64) float position[LANES];             // of the query, counted from the block's first
+};
+
+// The cells of the heatmap that a span's keys fall into: `at` is the first one's row of lanes, `next` the key (counted
+// from the span's first) with which it ends.
+struct Cells {
+    float *at;
+    int64_t number, next, cols, keys, first;
+
+    void step() {
+        at += LANES;
+        number++;
+        next = first_of_cell(number + 1, cols, keys) - first;
+    }
+};
+
+// The weights of one span, NV vectors of lanes: sums across the lanes for each key, sums down the lanes for each cell,
+// and the moments. `start` is the first key's place relative to the block's first query.
+template <int NV>
+void look_strip(const float *p, int64_t keys, const float *factor, int lane, F *across, bool first, Cells cells,
+                float start, bool crossing, float sign, Moments &moments) {
+    F f[NV], sum[NV] = {}, slope[NV] = {}, apart[NV] = {};
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) f[v] = load(factor + lane + v * W);
+    for (int64_t j = 0; j < keys;) {
+        const int64_t stop = cells.at ? std::min(cells.next, keys) : keys;
+        F cell[NV] = {};
+        for (; j < stop; j++) {
+            F together = {};
+            const F step = broadcast((float)j);
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) {
+                const F x = load(p + j * LANES + lane + v * W) * f[v];
+                cell[v] += x;
+                slope[v] += x * step;
+                together += x;
+            }
+            across[j] = first ? together : across[j] + together;
+        }
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) {
+            sum[v] += cell[v];
+            if (cells.at) store(cells.at + lane + v * W, load(cells.at + lane + v * W) + cell[v]);
+        }
+        if (cells.at) cells.step();
+    }
+    if (crossing) {  // some keys stand before and some after a query
+        for (int64_t j = 0; j < keys; j++) {
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) {
+                const F gap = (start + (float)j) - load(moments.position + lane + v * W);
+                apart[v] += load(p + j * LANES + lane + v * W) * choose(gap < 0.0f, -gap, gap);
+            }
+        }
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; v++) {
+        const int i = lane + v * W;
+        const F ahead = slope[v] + sum[v] * (start - load(moments.position + i));
+        store(moments.ahead + i, load(moments.ahead + i) + ahead);
+        store(moments.apart + i, load(moments.apart + i) + (crossing ? apart[v] * f[v] : ahead * sign));
+    }
+}
+
+inline void look(const regard_args &a, const Block &block, Desk &desk, const Part &part, float *cells) {
+    const Rows &rows = desk.rows;
+    const int64_t first_position = a.q_start + block.row;
+    Moments moments;
+    for (int i = 0; i < LANES; i++) {
+        moments.ahead[i] = moments.apart[i] = 0.0f;
+        moments.position[i] = (float)i;
+    }
+    alignas(64) float on_first[LANES] = {};
+    if (part.offsets) desk.near.assign(a.offsets_before + 1 + a.offsets_after, 0.0f);
+    int64_t cell_begin = 0, cell_end = 0;  // the cells of the heatmap that this block touches
+    for (const Seen &seen : desk.seen) {
+        const Span &span = seen.span;
+        // Weights are relative to the base that their span had; sums want them relative to the last one, over the total.
+        alignas(64) float factor[LANES];
+        for (int lane = 0; lane < LANES; lane += W) {
+            // (Bases only rise; but that of a row which had seen nothing is 0, and its weights are 0.)
+            const F fall = (load(seen.base + lane) - load(rows.base + lane)) * desk.exponent;
+            store(factor + lane, exp2(choose(fall > 0.0f, F{}, fall)) * load(desk.factor + lane));
+        }
+        for (int i = block.rows; i < LANES; i++) factor[i] = 0.0f;
+        const float *p = seen.weights;
+        if (span.first == 0)
+            for (int i = span.lane; i < span.lanes_end; i++) on_first[i] = p[i] * factor[i];
+
+        const int64_t keys = span.last - span.first;
+        Cells cells_here{};
+        if (a.heatmap) {
+            const int64_t number = span.first * a.heatmap_cols / a.keys;
+            const int64_t last = (span.last - 1) * a.heatmap_cols / a.keys;
+            if (cell_end == 0) cell_begin = cell_end = number;
+            for (; cell_end <= last; cell_end++)
+                std::memset(cells + (cell_end - cell_begin) * LANES, 0, LANES * sizeof(float));
+            cells_here = {cells + (number - cell_begin - 1) * LANES, number - 1, 0, a.heatmap_cols, a.keys, span.first};
+            cells_here.step();
+        }
+        F across[KEYS + W];
+        for (int64_t j = keys; j < keys + W; j++) across[j] = F{};
+        // Before all of the block's queries, after all of them, or neither.
+        const bool before = span.last - 1 <= first_position, after = span.first >= first_position + block.rows - 1;
+        bool first = true;
+        over_lanes(span.lane, span.lanes_end, [&](int lane, auto nv) {
+            look_strip<nv.value>(p, keys, factor, lane, across, first, cells_here,
+                                 (float)(span.first - first_position), !before && !after, before ? -1.0f : 1.0f, moments);
+            first = false;
+        });
+        if (part.received) {
+            float *to = part.received + span.first;
+            for (int64_t j = 0; j < keys; j += W) {
+                F some[W];
+#pragma GCC unroll 16
+                for (int i = 0; i < W; i++) some[i] = across[j + i];
+                const F s = sums(some);
+                if (j + W <= keys) {
+                    store(to + j, load(to + j) + s);
+                } else {
+                    for (int i = 0; j + i < keys; i++) to[j + i] += s[i];
+                }
+            }
+        }
+        if (part.offsets) {
+            // Of key j the lanes that stand within reach lie side by side: their offsets fall as the lanes rise.
+            const int64_t low = std::max(span.first, first_position - a.offsets_before);
+            const int64_t high = std::min(span.last, first_position + block.rows + a.offsets_after);
+            for (int64_t j = low; j < high; j++) {
+                const int64_t origin = j - first_position - a.offsets_after;
+                const int64_t from = std::max<int64_t>(origin, span.lane);
+                const int64_t to = std::min<int64_t>(j - first_position + a.offsets_before + 1, std::min(span.lanes_end, block.rows));
+                const float *weights = p + (j - span.first) * LANES;
+                float *near = desk.near.data() - origin;
+                for (int64_t i = from; i < to; i++) near[i] += weights[i] * factor[i];
+            }
+        }
+    }
+    if (part.offsets) {
+        const int64_t count = (int64_t)desk.near.size();
+        for (int64_t x = 0; x < count; x++) part.offsets[x] += desk.near[count - 1 - x];
+    }
+    if (part.heatmap && cell_end > cell_begin) {
+        alignas(64) float ones[LANES];
+        for (float &x : ones) x = 1.0f;
+        // A few lanes share a row of cells: each lane is added by itself.
+        float turned[LANES * 64];
+        for (int64_t c = cell_begin; c < cell_end; c += 64) {
+            const int64_t some = std::min<int64_t>(64, cell_end - c);
+            lanes_to_rows(cells + (c - cell_begin) * LANES, block.rows, some, ones, turned, 64);
+            for (int i = 0; i < block.rows; i++) {
+                float *to = part.heatmap + (block.row + i) * a.heatmap_rows / a.queries * a.heatmap_cols + c;
+                for (int64_t x = 0; x < some; x++) to[x] += turned[i * 64 + x];
+            }
+        }
+    }
+    const int64_t at = (block.item * a.heads + block.head) * a.queries + block.row;
+    for (int i = 0; i < block.rows; i++) {
+        // `factor` holds the sink's part of the denominator, too: mass is below 1 then.
+        const double mass = (double)rows.total[i] * desk.factor[i];
+        const bool empty = rows.total[i] == 0.0f || desk.factor[i] == 0.0f;
+        if (a.entropy) {
+            const double logs = (double)rows.logs[i] * desk.factor[i];
+            a.entropy[at + i] = empty ? 0.0f : (float)(mass * desk.log[i] - logs * 0.6931471805599453);
+        }
+        if (a.peak) a.peak[at + i] = empty ? 0.0f : desk.factor[i];
+        if (a.target) a.target[at + i] = empty ? -1 : rows.at[i];
+        if (a.distance) a.distance[at + i] = empty ? 0.0f : (float)(moments.apart[i] / mass);
+        if (a.offset) a.offset[at + i] = empty ? 0.0f : (float)(moments.ahead[i] / mass);
+        if (a.on_first) a.on_first[at + i] = on_first[i];
+    }
+}
+
+}  // namespace

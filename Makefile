@@ -23,14 +23,15 @@ SHELL := /bin/sh
 MAKEFLAGS += --no-builtin-rules
 .NOTPARALLEL:
 
-.PHONY: help look test lint bench clean
+.PHONY: help look test lint sanitize bench clean
 
 help:
-	@echo "make look    show what the heads of a real model attend to    (SENTENCE=\"...\")"
-	@echo "make test    run the tests                                    (ARGS=\"-k causal -x\", WORKERS=2)"
-	@echo "make lint    check style, formatting, import order of rooms, types"
-	@echo "make bench   measure the layer and the models beside their peers, looking and pruning"
-	@echo "make clean   remove build products and caches                 (the environment, .venv, stays)"
+	@echo "make look      show what the heads of a real model attend to    (SENTENCE=\"...\")"
+	@echo "make test      run the tests                                    (ARGS=\"-k causal -x\", WORKERS=2)"
+	@echo "make lint      check style, formatting, import order of rooms, types"
+	@echo "make sanitize  run the native kernel's tests under AddressSanitizer and UBSan"
+	@echo "make bench     measure the layer and the models beside their peers, looking and pruning"
+	@echo "make clean     remove build products and caches                 (the environment, .venv, stays)"
 
 look: $(VENV)/.installed-cli $(VENV)/.installed-weights
 	@$(RUN) -m regard look "$${SENTENCE:-The cat that I saw yesterday ran away}" --html look.html
@@ -47,6 +48,15 @@ lint: $(VENV)/.installed-lint
 	name=lint-imports; check $(VENV)/bin/lint-imports --no-logo; \
 	name=pyright;      check $(RUN) -m pyright --pythonpath $(RUN); \
 	if [ -n "$$failed" ]; then echo "lint: failed:$$failed" >&2; exit 1; fi
+
+# The native kernel compiled with checks of every memory access and of what C++ leaves undefined; the checks' own runtime has
+# to be loaded before all else.
+CHECKS := address,undefined
+sanitize: $(VENV)/.installed-test
+	CXX=g++ REGARD_SANITIZE=$(CHECKS) $(RUN) setup.py -q build_ext --build-lib build/sanitized --build-temp build/sanitized
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 REGARD_LIBRARY=build/sanitized/regard/kernels/libregard_native.so OMP_NUM_THREADS=2 \
+	  $(RUN) -m pytest -q tests/kernels/test_native.py $(ARGS)
 
 bench: $(VENV)/.installed-bench $(VENV)/.installed-weights
 	$(RUN) benchmarks/layer.py
@@ -75,8 +85,10 @@ $(VENV)/.created:
 	       "remedy: install venv (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; fi
 	@touch $@
 
+NATIVE := setup.py $(wildcard src/regard/kernels/native/*)
+
 # torch comes first and alone, so that no other package chooses its version.
-$(VENV)/.installed-core: $(VENV)/.created pyproject.toml $(CONSTRAINTS)
+$(VENV)/.installed-core: $(VENV)/.created pyproject.toml $(CONSTRAINTS) $(NATIVE)
 	@echo "Installing torch and regard into $(VENV) (once; torch is large)"
 	@$(INSTALL) torch
 	@$(INSTALL) -e .

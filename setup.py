@@ -24,9 +24,11 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 SOURCE = Path("src/regard/kernels/native")
+LIBRARY = "libregard_native.so"
 FLAGS = (
     "-std=c++17 -O3 -fPIC -fopenmp -fvisibility=hidden -fno-math-errno -fno-trapping-math -ffp-contract=fast "
-    "-Wall -Wextra -Wno-psabi -Wno-unknown-pragmas -Wno-uninitialized -Wno-maybe-uninitialized"  # (GCC 12's own headers)
+    "-Wall -Wextra -Wno-psabi -Wno-unknown-pragmas "
+    "-Wno-uninitialized -Wno-maybe-uninitialized"  # (GCC 12 on its own headers)
 )
 AVX512 = "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mf16c -mprefer-vector-width=512"
 INSTRUCTION_SETS = {"portable": ""}
@@ -46,7 +48,9 @@ def build_library(target: Path, objects: Path) -> None:
     if cxx is None:
         raise FileNotFoundError("no C++ compiler (g++, c++, clang++) was found")
     sanitize = os.environ.get("REGARD_SANITIZE")
-    more = shlex.split(os.environ.get("CXXFLAGS", "")) + ([f"-fsanitize={sanitize}", "-g"] if sanitize else [])
+    more = shlex.split(os.environ.get("CXXFLAGS", "")) + (
+        [f"-fsanitize={sanitize}", "-fno-sanitize-recover=undefined", "-g1"] if sanitize else []
+    )
     objects.mkdir(parents=True, exist_ok=True)
 
     def run(*arguments: str) -> None:
@@ -67,20 +71,34 @@ def build_library(target: Path, objects: Path) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         parts = list(pool.map(lambda job: compiled(*job), jobs))
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Of functions that several parts hold (templates of the standard library) the linker takes the first one: so the most
-    # modest instruction set comes first, and what AVX-512 compiled serves nobody else.
+    # Of functions that several parts hold (templates of the standard library) the linker takes the first one: so the
+    # most modest instruction set comes first, and what was compiled for AVX-512 serves nobody else.
     # OpenMP's functions are left open: torch has loaded a runtime by the time this is, and there must be only one.
     run("-shared", "-o", str(target), *parts, *([f"-fsanitize={sanitize}"] if sanitize else []))
+
+
+def built_before() -> Path | None:
+    """The library that lies in the source tree from an editable installation, if nothing has changed since."""
+    built = SOURCE.with_name(LIBRARY)
+    asked = any(os.environ.get(name) for name in ("CXX", "CXXFLAGS", "REGARD_SANITIZE"))
+    if asked or not built.exists():
+        return None
+    newest = max(path.stat().st_mtime for path in [Path(__file__), *SOURCE.iterdir()])
+    return built if built.stat().st_mtime > newest else None
 
 
 class BuildNative(build_ext):
     """The library instead of a Python extension; and no library, rather than no installation."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        return os.path.join(*fullname.split(".")[:-1], "libregard_native.so")
+        return os.path.join(*fullname.split(".")[:-1], LIBRARY)
 
     def build_extension(self, ext: Extension) -> None:
-        target = Path(self.get_ext_fullpath(ext.name))
+        target, before = Path(self.get_ext_fullpath(ext.name)), built_before()
+        if before is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(before, target)
+            return
         try:
             build_library(target, Path(self.build_temp) / "native")
         except OSError as error:

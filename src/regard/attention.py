@@ -18,7 +18,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from regard import kernels
 from regard.errors import bad_type, bad_value, shape_of
-from regard.kernels import Call, blockwise, reference
+from regard.kernels import Call, blockwise, native, reference
 from regard.kernels.dropout import Dropout, new_seed
 from regard.masks import And, Mask, as_mask, conjuncts
 from regard.measures import Measure, MeasureLike, Measurements, Plane, Survey, as_measures
@@ -224,7 +224,7 @@ def look(
 ) -> Measurements:
     """The same for a prepared call, and for what is known of it in `plane`."""
     if kernel == "auto":
-        chosen = blockwise if blockwise.worth(call) else reference
+        chosen = next(one for one in (native, blockwise, reference) if one.why_not(call) is None and one.worth(call))
     else:
         chosen = kernels.choose(kernel, call)
     wants_gradient = output and torch.is_grad_enabled() and any(x.requires_grad for x in call.learned())

@@ -9,6 +9,7 @@ regard serve                       the same page, live: type a text, pick a mode
 regard heads "The cat that I saw"  what each head does: its role, with score and baseline
 regard ablate "The cat that I saw" which heads matter to a text; or what happens without some of them
 regard prune small.safetensors     a smaller model, without the heads that matter least
+regard doctor                      versions, what the CPU can do, which kernels there are and why not the others
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Annotated, Any
 
 import torch
 
-from regard import draw, measures, models
+from regard import doctor, draw, measures, models
 from regard import heads as lens
 from regard.errors import bad_value, missing_extra
 from regard.heads.progress import told, track
@@ -326,6 +327,20 @@ def prune(
         _out.print(f"{layer}: without heads {', '.join(map(str, several))}", markup=False)
     _out.print(f"{before:,} parameters, now {after:,}; {what}: {whole:.4f}, now {without:.4f}")
     _out.print(f"written to {out}", markup=False)
+
+
+@app.command(name="doctor")
+def examine(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
+    """Versions, what the CPU can do, which kernels there are and why not the others."""
+    found = doctor.examine()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    width = max(len(name) for lines in found.values() for name in lines)
+    for section, lines in found.items():
+        _out.print(section, style="bold")
+        for name, value in lines.items():
+            _out.print(f"  {name:<{width}}  {value}", markup=False)
 
 
 def _text(given: str) -> str:

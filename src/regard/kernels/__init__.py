@@ -6,13 +6,14 @@ To add a kernel: one file with `name`, `why_not`, `worth`, `forward`, `output` (
 from __future__ import annotations
 
 from regard.errors import bad_value
-from regard.kernels import blockwise, fused, reference
+from regard.kernels import blockwise, fused, library, native, reference
 from regard.kernels.call import Call, Kernel
 
 __all__ = ["KERNELS", "Call", "Kernel", "available", "choose", "explain"]
 
 # In the order in which "auto" asks: the fastest first, the one that serves everything last.
 KERNELS: tuple[Kernel, ...] = (
+    native,
     fused,
     blockwise,
     reference,
@@ -22,10 +23,10 @@ KERNELS: tuple[Kernel, ...] = (
 def available() -> list[str]:
     """The names of the kernels on this machine, in the order in which "auto" asks them.
 
-    >>> available()
+    >>> available()[-3:]  # before them "native", where it was compiled
     ['fused', 'blockwise', 'reference']
     """
-    return [kernel.name for kernel in KERNELS]
+    return [kernel.name for kernel in KERNELS if kernel is not native or library.load() is not None]
 
 
 def choose(kernel: str, call: Call) -> Kernel:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from regard.kernels.tracing import traced
 
-__all__ = ["Dropout", "new_seed"]
+__all__ = ["Dropout", "new_seed", "threshold_of"]
 
 _A, _C = 0x2C1B3C6D, 0x297A2D39  # odd multipliers with good avalanche
 _GOLDEN = 0x1E3779B9
@@ -69,12 +69,17 @@ class Dropout:
         x.mul_(_A)
         folded = x >> 15
         x.bitwise_xor_(folded).mul_(_C)
-        threshold = min(max(round(self.p * 2**32), 1), 2**32 - 1) - 2**31
+        threshold = threshold_of(self.p)
         # x >= threshold as a number. On a CPU a boolean in between takes several times as long, so compare straight
         # into floats, in memory that is at hand; where that cannot be traced, clamp.
         if dtype is torch.float32 and not traced(x):
             return torch.ge(x, threshold, out=folded.view(torch.float32))
         return x.clamp_(threshold - 1, threshold).sub_(threshold - 1).to(dtype)
+
+
+def threshold_of(p: float) -> int:
+    """The least signed 32-bit number that stays."""
+    return min(max(round(p * 2**32), 1), 2**32 - 1) - 2**31
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -135,6 +136,15 @@ class Survey:
     @property
     def wants_all_heads(self) -> bool:
         return any(one.needs_all_heads for one in self.measures)
+
+    def only(self, which: list[bool]) -> Survey:
+        """The same survey with some of its measures alone; what they find is found here, too."""
+        part = copy(self)
+        part.measures, part.prepared, part.states = (
+            [x for x, wanted in zip(some, which, strict=True) if wanted]
+            for some in (self.measures, self.prepared, self.states)
+        )
+        return part
 
     def add(self, strip: Strip) -> None:
         """Show a strip to every measure."""

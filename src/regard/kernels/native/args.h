@@ -86,5 +86,7 @@ struct regard_gradients {
 REGARD_API int32_t regard_attention(const regard_args *args);
 REGARD_API int32_t regard_attention_backward(const regard_args *args, const regard_gradients *gradients);
 REGARD_API int32_t regard_best_isa(void);
+REGARD_API int32_t regard_has_isa(int32_t isa);
 REGARD_API uint64_t regard_args_size(void);
+REGARD_API uint64_t regard_gradients_size(void);
 }

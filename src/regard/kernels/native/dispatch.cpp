@@ -40,7 +40,11 @@ extern "C" int32_t regard_best_isa(void) {
     return has(REGARD_AVX512) ? REGARD_AVX512 : has(REGARD_AVX2) ? REGARD_AVX2 : REGARD_PORTABLE;
 }
 
+extern "C" int32_t regard_has_isa(int32_t isa) { return has(isa); }
+
 extern "C" uint64_t regard_args_size(void) { return sizeof(regard_args); }
+
+extern "C" uint64_t regard_gradients_size(void) { return sizeof(regard_gradients); }
 
 extern "C" int32_t regard_attention(const regard_args *args) {
     if (!args || args->size != sizeof(regard_args)) return REGARD_BAD_SIZE;
@@ -60,3 +64,5 @@ extern "C" int32_t regard_attention(const regard_args *args) {
     }
     return REGARD_OK;
 }
+
+extern "C" int32_t regard_attention_backward(const regard_args *, const regard_gradients *) { return REGARD_BAD_SHAPE; }

@@ -34,8 +34,8 @@ struct Work {
     }
 };
 
-thread_local Desk desk;
 constexpr int TEAM = 4;
+constexpr int64_t STRIPS = 8 << 20;  // bytes of strips that a thread keeps
 thread_local Desk team[TEAM];
 thread_local Scratch packed;  // the calling thread's
 
@@ -59,12 +59,27 @@ inline const float *pack(const regard_args &a, const float *from, int64_t (&stri
     return to;
 }
 
+// A team of blocks through all keys, side by side: chunk by chunk, so that the keys and values of a chunk are read from the
+// L2 cache by all but the first.
+template <bool Look>
+void go_through(const regard_args &a, const Block *blocks, int64_t count) {
+    for (int64_t m = 0; m < count; m++) start(a, blocks[m], team[m]);
+    const int64_t step = count == 1 ? a.keys : CHUNK;
+    for (int64_t j = 0; j < a.keys; j += step)
+        for (int64_t m = 0; m < count; m++) advance<Look>(a, blocks[m], team[m], false, j, j + step);
+    for (int64_t m = 0; m < count; m++) finish<Look>(a, blocks[m], team[m]);
+}
+
+// How many blocks of queries make a team: 1, unless the keys and values of a head outgrow the L2 cache.
+inline int64_t team_size(const Work &work) {
+    const regard_args &a = work.a;
+    const bool large = a.keys * (a.width + a.value_width) * (int64_t)sizeof(float) > (1 << 20);
+    return large && a.batch * a.heads * work.blocks >= 4 * TEAM * a.threads ? TEAM : 1;
+}
+
 inline void plain(const Work &work) {
     const regard_args &a = work.a;
-    // Where the keys and values of a head outgrow the L2 cache, a few blocks of queries go through them side by side.
-    const bool large = a.keys * (a.width + a.value_width) * (int64_t)sizeof(float) > (1 << 20);
-    const int64_t heads = a.batch * a.heads;
-    const int64_t size = large && heads * work.blocks >= 4 * TEAM * a.threads ? TEAM : 1;
+    const int64_t heads = a.batch * a.heads, size = team_size(work);
     const int64_t teams = (work.blocks + size - 1) / size;
     std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
@@ -79,11 +94,8 @@ inline void plain(const Work &work) {
             for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < heads * teams;) {
                 const int64_t head = i / teams, first = i % teams * size, count = std::min(size, work.blocks - first);
                 Block blocks[TEAM];
-                for (int64_t m = 0; m < count; m++) start(a, blocks[m] = work.block(head, first + m), team[m]);
-                const int64_t step = size == 1 ? a.keys : CHUNK;
-                for (int64_t j = 0; j < a.keys; j += step)
-                    for (int64_t m = 0; m < count; m++) advance<false>(a, blocks[m], team[m], false, j, j + step);
-                for (int64_t m = 0; m < count; m++) finish<false>(a, blocks[m], team[m]);
+                for (int64_t m = 0; m < count; m++) blocks[m] = work.block(head, first + m);
+                go_through<false>(a, blocks, count);
             }
         } catch (const std::bad_alloc &) {
             failed = true;
@@ -97,10 +109,13 @@ inline void looking(const Work &work) {
     const regard_args &a = work.a;
     const int64_t heads = a.batch * a.heads;
     const int64_t parts = std::max<int64_t>(1, std::min(work.blocks, (4 * a.threads + heads - 1) / heads));
-    const int64_t size = part_size(a), offsets = a.offsets_before + 1 + a.offsets_after;
-    std::vector<float> sums((size_t)(heads * parts * size), 0.0f);
+    const int64_t sums_size = part_size(a), offsets = a.offsets_before + 1 + a.offsets_after;
+    // Each of a team keeps a strip of its weights: no more of them than the caches hold.
+    const int64_t strip = a.keys * LANES * (int64_t)sizeof(float);
+    const int64_t size = std::max<int64_t>(1, std::min(team_size(work), STRIPS / strip));
+    std::vector<float> sums((size_t)(heads * parts * sums_size), 0.0f);
     const auto part_at = [&](int64_t number) {
-        float *p = sums.data() + number * size;
+        float *p = sums.data() + number * sums_size;
         Part part{};
         if (a.received) part.received = p, p += a.keys;
         if (a.offsets) part.offsets = p, p += offsets;
@@ -114,15 +129,21 @@ inline void looking(const Work &work) {
         FlushSubnormals flush;
         try {
             const size_t cells = a.heatmap ? (size_t)a.heatmap_cols * LANES : 0;
-            desk.lay(a, true, cells);
-            float *cell = desk.scratch.take<float>(cells);
+            float *cell = nullptr;
+            for (int64_t m = 0; m < size; m++) {
+                team[m].lay(a, true, m == 0 ? cells : 0);
+                if (m == 0) cell = team[m].scratch.take<float>(cells);
+            }
             for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < heads * parts;) {
                 const Part part = part_at(i);
                 // Every parts-th block: heavy and light ones alike.
-                for (int64_t b = i % parts; b < work.blocks; b += parts) {
-                    const Block block = work.block(i / parts, b);
-                    forward<true>(a, block, desk);
-                    look(a, block, desk, part, cell);
+                for (int64_t b = i % parts; b < work.blocks; b += parts * size) {
+                    Block blocks[TEAM];
+                    int64_t count = 0;
+                    for (int64_t other = b; count < size && other < work.blocks; other += parts)
+                        blocks[count++] = work.block(i / parts, other);
+                    go_through<true>(a, blocks, count);
+                    for (int64_t m = 0; m < count; m++) look(a, blocks[m], team[m], part, cell);
                 }
             }
         } catch (const std::bad_alloc &) {

@@ -1,0 +1,90 @@
+"""What this machine has: versions, what the CPU can do, which kernels there are and why not the others."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+from regard import kernels
+from regard.kernels import library
+
+__all__ = ["cpu_features", "examine"]
+
+# What kernels ask for, of all that a CPU may have.
+_FEATURES = ("sse2", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_tile",
+             "amx_bf16")  # fmt: skip
+# Which packages each extra brings: what is missing is named by the extra that installs it.
+_EXTRAS = {
+    "models": ("safetensors", "tokenizers", "gguf"),
+    "cli": ("typer", "rich"),
+    "draw": ("matplotlib",),
+    "serve": ("starlette", "uvicorn"),
+    "tables": ("pandas",),
+}
+
+
+def examine() -> dict[str, dict[str, str]]:
+    """Everything, in sections of lines.
+
+    >>> list(examine())
+    ['versions', 'CPU', 'kernels', 'extras']
+    """
+    return {"versions": _versions(), "CPU": _cpu(), "kernels": _kernels(), "extras": _extras()}
+
+
+def cpu_features() -> list[str] | None:
+    """Which of the instruction sets that matter here this CPU has; None where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), None)
+    return None if flags is None else [feature for feature in _FEATURES if feature in flags]
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "regard": _version("regard") or "not installed as a package",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def _cpu() -> dict[str, str]:
+    features = cpu_features()
+    return {
+        "features": "this system does not tell" if features is None else ", ".join(features) or "none of note",
+        "torch uses": torch.backends.cpu.get_cpu_capability(),
+        "threads": f"{torch.get_num_threads()} (torch.set_num_threads)",
+    }
+
+
+def _kernels() -> dict[str, str]:
+    loaded = library.load()
+    lines = dict.fromkeys(kernels.available(), "available")
+    if loaded is None:
+        return {"native": f"no: {library.why_not()}", **lines}
+    return {**lines, "native": f"available, with {loaded.best} (of {', '.join(loaded.usable)})"}
+
+
+def _extras() -> dict[str, str]:
+    lines = {}
+    for extra, packages in _EXTRAS.items():
+        found = {package: _version(package) for package in packages}
+        missing = [package for package, version in found.items() if version is None]
+        lines[extra] = ", ".join(f"{package} {version}" for package, version in found.items() if version is not None)
+        if missing:
+            lines[extra] = f"{', '.join(missing)} missing; remedy: pip install 'regard[{extra}]'"
+    return lines
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return sys.modules[package].__version__ if package == "regard" and package in sys.modules else None

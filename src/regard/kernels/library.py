@@ -1,0 +1,137 @@
+"""The native library as Python sees it: where it is, what CPU it runs on, and its two functions.
+
+`native/args.h` describes the calls. They are packed as C lays them out, in one step: that costs a microsecond, and a
+tenth of what a ctypes structure filled name by name costs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import struct
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import torch  # first: it brings the OpenMP runtime, and the library takes whichever is there
+
+from regard.errors import bad_value
+
+__all__ = ["CALL", "DTYPES", "GRADIENTS", "Library", "load", "say_once", "why_not"]
+
+FILE = Path(os.environ.get("REGARD_LIBRARY") or Path(__file__).with_name("libregard_native.so"))
+INSTRUCTION_SETS = ("auto", "portable", "avx2", "avx512", "avx512_bf16")  # in the order of `regard_isa`
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `regard_dtype`
+
+# struct regard_args, line by line; P is a pointer, q an int64, i an int32, f a float.
+CALL = struct.Struct(
+    "Qiiii"  # size, isa, threads, dtype, causal
+    "7q"  # batch, heads, groups, queries, keys, width, value_width
+    "5P"  # q, k, v, out, lse
+    "15q"  # their strides
+    "ffq"  # scale, softcap, q_start
+    "2q"  # before, after
+    "2P"  # key_start, key_end
+    "2P2q"  # q_docs, k_docs, their strides
+    "P4qP4qP2q"  # mask, bias, sinks, each with its strides
+    "2P3q2qif"  # drop_rows, drop_cols, their strides, threshold, kept
+    "2PP2PPPP2q"  # entropy, peak, target, distance, offset, on_first, received, offsets with before and after
+    "P2q"  # heatmap, rows, cols
+)
+# struct regard_gradients
+GRADIENTS = struct.Struct(
+    "Q2P6q"  # size, d_out, d_lse, their strides
+    "3P9q"  # d_q, d_k, d_v, their strides
+    "P4qP"  # d_bias with its strides, d_sinks
+)
+
+_STATUS = {
+    1: "the library was built from another version of its source",
+    2: "a size is out of range",
+    3: "the CPU lacks the instructions asked for",
+}
+
+
+class Library(NamedTuple):
+    """The library's functions. Each call releases the GIL."""
+
+    handle: ctypes.CDLL
+    best: str  # of INSTRUCTION_SETS, on this CPU
+
+    @property
+    def usable(self) -> list[str]:
+        """The instruction sets that it was compiled for and this CPU has."""
+        return [name for i, name in enumerate(INSTRUCTION_SETS) if i and self.handle.regard_has_isa(i)]
+
+    def attention(self, call: bytes) -> None:
+        """Forward, and statistics."""
+        self._check(self.handle.regard_attention(call))
+
+    def backward(self, call: bytes, gradients: bytes) -> None:
+        """Gradients."""
+        self._check(self.handle.regard_attention_backward(call, gradients))
+
+    def _check(self, status: int) -> None:
+        if status == 4:
+            raise MemoryError("native kernel: no memory for its working space")
+        if status:
+            raise RuntimeError(
+                f"native kernel: {_STATUS.get(status, f'status {status}')}; remedy: install regard again"
+            )
+
+
+def _named_instruction_set() -> int:
+    """Which one to use, as the library counts them: the best (0), or the one that REGARD_ISA names."""
+    name = os.environ.get("REGARD_ISA", "auto")
+    if name not in INSTRUCTION_SETS:
+        raise bad_value("REGARD_ISA", expected=f"one of {', '.join(INSTRUCTION_SETS)}", received=repr(name))
+    return INSTRUCTION_SETS.index(name)
+
+
+instruction_set = _named_instruction_set()
+
+
+def load() -> Library | None:
+    """The library, or None where there is none, or where REGARD_NATIVE=0 turned it off before it was asked for."""
+    return _load()[0]
+
+
+@functools.lru_cache(1)
+def say_once() -> None:
+    """That there is no library, where nobody turned it off: all works, but slower than it might."""
+    if load() is None and os.environ.get("REGARD_NATIVE") != "0":
+        warnings.warn(
+            f"regard runs without its native kernel, on PyTorch's own: {why_not()}. `regard doctor` tells more; "
+            "REGARD_NATIVE=0 in the environment says that this is meant",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def why_not() -> str | None:
+    """In words, where `load` gives None."""
+    return _load()[1]
+
+
+@functools.lru_cache(1)
+def _load() -> tuple[Library | None, str | None]:
+    if os.environ.get("REGARD_NATIVE") == "0":
+        return None, "REGARD_NATIVE=0 turns it off"
+    if not FILE.exists():
+        return None, "it was not compiled: no C++17 compiler was found when regard was installed"
+    try:
+        handle = ctypes.CDLL(str(FILE))
+    except OSError as error:
+        try:  # a torch without OpenMP leaves its functions open
+            ctypes.CDLL("libgomp.so.1", ctypes.RTLD_GLOBAL)
+            handle = ctypes.CDLL(str(FILE))
+        except OSError:
+            return None, f"it does not load: {error}"
+    for size in (handle.regard_args_size, handle.regard_gradients_size):
+        size.restype = ctypes.c_uint64
+    if (handle.regard_args_size(), handle.regard_gradients_size()) != (CALL.size, GRADIENTS.size):
+        return None, "it was compiled from another version of its source: install regard again"
+    handle.regard_attention.argtypes = [ctypes.c_char_p]
+    handle.regard_attention_backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    return Library(handle, INSTRUCTION_SETS[handle.regard_best_isa()]), None

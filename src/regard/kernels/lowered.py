@@ -1,0 +1,205 @@
+"""Masks and biases as the native kernel takes them: a range of keys per query, documents, and what is left dense.
+
+    Causal, Window, Padding   numbers: each query sees one run of keys, found without looking at a single pair
+    Documents                 two rows of integers
+    Keep, Hide                the caller's boolean tensor
+    Alibi, RelativeBias       one number per head and *distance*: each row of (N, M) is the same vector, shifted by one,
+                              so a view with a row stride of -1 says it all in O(N + M) memory
+    anything else             evaluated in full, up to `DENSE_LIMIT` pairs
+
+Letters: B batch, H query heads, N queries, M keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.kernels.call import Call
+from regard.masks import Causal, Documents, Hide, Keep, Mask, Padding, Window, conjuncts
+from regard.positions import Bias, DenseBias
+from regard.positions.bias import Buckets, Slopes
+
+__all__ = [
+    "DENSE_LIMIT",
+    "Added",
+    "Visible",
+    "bias_gradients",
+    "lower_biases",
+    "lower_mask",
+    "new_gradient",
+    "pairs_to_evaluate",
+]
+
+DENSE_LIMIT = 2**24  # pairs of a mask or a bias that may be evaluated in full
+
+
+@dataclass
+class Visible:
+    """Who sees whom. Key j is visible to a query at position p where all of this agrees."""
+
+    causal: bool = False  # j <= p
+    before: int = -1  # p - before <= j; -1: no limit
+    after: int = -1  # j <= p + after
+    key_start: Tensor | None = None  # (B,) int64
+    key_end: Tensor | None = None  # (B,) int64, exclusive
+    documents: tuple[Tensor, Tensor] | None = None  # (1|B, N) and (1|B, M) int32, equal sees equal
+    dense: Tensor | None = None  # (1|B, 1|H, 1|N, 1|M) bool
+
+
+class Added(NamedTuple):
+    """What is added to the scores, float32: that of (b, h, i, j) lies at `first` + (b, h, i, j) . `strides`."""
+
+    tensor: Tensor
+    first: int
+    strides: tuple[int, int, int, int]
+
+
+def pairs_to_evaluate(call: Call) -> int:
+    """How many pairs of a mask or a bias would have to be evaluated in full (the larger of the two)."""
+    batch, heads, n, m = call.shape
+    mask = 0
+    if call.mask is not None:
+        kinds = [part for part in conjuncts(call.mask) if not _as_numbers(part, call)]
+        if any(type(part) not in (Keep, Hide) for part in kinds) or len(kinds) > 1:
+            mask = batch * n * m
+    if all(type(bias) is DenseBias for bias in call.biases) and len(call.biases) <= 1:
+        return mask
+    return mask if _by_distance(call) else max(mask, batch * heads * n * m)
+
+
+def _as_numbers(part: Mask, call: Call) -> bool:
+    """Whether a part of a mask is told by a few numbers, without a tensor of pairs."""
+    if type(part) in (Causal, Window):
+        return call.positions is None and call.key_positions is None
+    return type(part) in (Padding, Documents)
+
+
+def lower_mask(call: Call) -> Visible:
+    """The mask of a call, taken apart."""
+    seen = Visible()
+    batch, _, n, _ = call.shape
+    rest: list[Mask] = []
+    for part in conjuncts(call.mask):
+        if not _as_numbers(part, call):
+            rest.append(part)
+        elif type(part) is Causal:
+            seen.causal = True
+        elif type(part) is Window:
+            seen.before = part.before if seen.before < 0 else min(seen.before, part.before)
+            seen.after = part.after if seen.after < 0 else min(seen.after, part.after)
+        elif isinstance(part, Padding) and part.lengths is not None:
+            seen.key_end = _least(seen.key_end, part.lengths.to(torch.int64).expand(batch))
+        elif isinstance(part, Padding):
+            assert part.keep is not None
+            start, end, whole = _run_of(part.keep)
+            seen.key_end = _least(seen.key_end, end.expand(batch))
+            seen.key_start = start.expand(batch) if seen.key_start is None else torch.maximum(seen.key_start, start)
+            if not whole:
+                rest.append(part)
+        elif isinstance(part, Documents) and seen.documents is None:
+            q_ids, k_ids = part._sides(n)
+            seen.documents = _small_numbers(q_ids, k_ids)
+        else:
+            rest.append(part)
+    tile = call.whole() if rest else None
+    for part in rest:
+        assert tile is not None
+        visible = part.block(tile)
+        seen.dense = visible if seen.dense is None else seen.dense & visible
+    seen.key_start, seen.key_end = (None if x is None else x.contiguous() for x in (seen.key_start, seen.key_end))
+    return seen
+
+
+def _least(a: Tensor | None, b: Tensor) -> Tensor:
+    return b if a is None else torch.minimum(a, b)
+
+
+def _run_of(keep: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """The first and the last key that is kept, as (start, end); and whether nothing between them is left out."""
+    numbers = keep.to(torch.uint8)
+    start, back = numbers.argmax(1), numbers.flip(1).argmax(1)
+    end = torch.where(keep.any(1), keep.shape[1] - back, start)
+    return start, end, bool((keep.sum(1) == end - start).all())
+
+
+def _small_numbers(q_ids: Tensor, k_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Documents numbered within 32 bits: as they are, or by their ranks."""
+    if q_ids.dtype is torch.int64 or k_ids.dtype is torch.int64:
+        both = torch.cat([q_ids.reshape(-1), k_ids.reshape(-1)])
+        if both.numel() and not (int(both.min()) >= -(2**31) and int(both.max()) < 2**31):
+            _, both = both.unique(return_inverse=True)
+        ids, key_ids = both.to(torch.int32).split([q_ids.numel(), k_ids.numel()])
+        return ids.view(q_ids.shape), key_ids.view(k_ids.shape)
+    return q_ids.to(torch.int32).contiguous(), k_ids.to(torch.int32).contiguous()
+
+
+def lower_biases(call: Call) -> Added | None:
+    """The sum of the biases of a call."""
+    _, _, n, _ = call.shape
+    if not call.biases:
+        return None
+    if _by_distance(call):
+        origin, distances = _distances(call)
+        total = _sum([bias.block(origin, distances) for bias in call.biases]).contiguous()  # (1|B, H, 1, N + M - 1)
+        strides = _strides(total)
+        return Added(total, n - 1, (strides[0], strides[1], -1, 1))
+    tile = call.whole()
+    blocks = [b.weight if type(b) is DenseBias else b.block(tile.q_positions, tile.k_positions) for b in call.biases]
+    total = _sum(blocks)
+    return Added(total, 0, _strides(total))
+
+
+def new_gradient(added: Added) -> Added:
+    """Zeros for the gradient of what is added, one for each number that it has."""
+    grad = torch.zeros(added.tensor.shape)
+    return Added(grad, added.first, added.strides if added.strides[2] < 0 else _strides(grad))
+
+
+def bias_gradients(call: Call, gradient: Tensor, wanted: list[bool]) -> list[Tensor]:
+    """From the gradient of what `lower_biases` gave to those of the biases' weights, the unwanted left out."""
+    if _by_distance(call):
+        q_positions, k_positions = _distances(call)
+    else:
+        tile = call.whole()
+        q_positions, k_positions = tile.q_positions, tile.k_positions
+    results = []
+    for bias, want in zip(call.biases, wanted, strict=True):
+        if not want:
+            continue
+        if type(bias) is DenseBias:
+            into = gradient.sum_to_size(bias.weight.shape)
+        else:
+            into = torch.zeros_like(bias.weight, dtype=gradient.dtype)
+            bias.block_gradient(gradient, q_positions, k_positions, into)
+        results.append(into.to(bias.weight.dtype))
+    return results
+
+
+def _by_distance(call: Call) -> bool:
+    """Whether the biases depend on nothing but how far a key is ahead of its query."""
+    kinds: tuple[type[Bias], ...] = (Slopes, Buckets)
+    return call.positions is None and call.key_positions is None and all(type(b) in kinds for b in call.biases)
+
+
+def _distances(call: Call) -> tuple[Tensor, Tensor]:
+    """One query at 0 and keys at every distance that occurs, (1, 1) and (1, N + M - 1)."""
+    _, _, n, m = call.shape
+    first = -(call.q_start + n - 1)
+    return torch.zeros(1, 1, dtype=torch.int64), torch.arange(first, first + n + m - 1)[None]
+
+
+def _sum(blocks: list[Tensor]) -> Tensor:
+    total = blocks[0].detach().to(torch.float32)
+    for block in blocks[1:]:
+        total = total + block.detach()
+    return total
+
+
+def _strides(x: Tensor) -> tuple[int, int, int, int]:
+    """With 0 for axes that broadcast."""
+    a, b, c, d = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return a, b, c, d

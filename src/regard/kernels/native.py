@@ -1,0 +1,281 @@
+"""Our own C++ for CPUs (`native/`): flash attention forward and backward, and the statistics of `measure` in the same
+pass. `docs/kernel.md` explains it. Where nobody differentiates or traces, C is called directly.
+
+Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.kernels import blockwise, library, operators
+from regard.kernels.call import Call
+from regard.kernels.dropout import threshold_of
+from regard.kernels.library import CALL, DTYPES, GRADIENTS
+from regard.kernels.lowered import (
+    DENSE_LIMIT,
+    Added,
+    bias_gradients,
+    lower_biases,
+    lower_mask,
+    new_gradient,
+    pairs_to_evaluate,
+)
+from regard.measures import Distance, Entropy, Heatmap, Measure, Offset, Offsets, OnFirst, Peak, Received, Survey
+
+__all__ = ["forward", "look", "name", "output", "why_not"]
+
+name = "native"
+
+WIDEST = 256  # numbers of a head
+
+
+def why_not(call: Call) -> str | None:
+    """In words, where it cannot serve."""
+    missing = library.why_not()
+    if missing is not None:
+        library.say_once()
+        return missing
+    if call.q.device.type != "cpu":
+        return f"it is for CPUs, and the tensors are on {call.q.device.type}"
+    if call.q.dtype not in DTYPES:
+        return f"it accumulates in float32, too little for {call.q.dtype}"
+    if torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export():
+        return "what is exported must not need this library"
+    if any(size == 0 for size in (*call.shape, call.q.shape[3], call.v.shape[3])):
+        return "a size is zero"
+    if call.q.shape[3] > WIDEST or call.v.shape[3] > WIDEST:
+        return f"heads are wider than {WIDEST}"
+    if pairs_to_evaluate(call) > DENSE_LIMIT:
+        return "it would need the mask or the bias as a dense tensor, a large one"
+    return None
+
+
+def worth(call: Call) -> bool:
+    """Wherever it can serve."""
+    return True
+
+
+def forward(call: Call) -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, E) and log-sum-exp (B, H, N)."""
+    return run(call)
+
+
+def output(call: Call) -> Tensor:
+    """(B, H, N, E)"""
+    return run(call)[0]
+
+
+def look(call: Call, survey: Survey, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
+    """The same, with statistics from the same pass. Measures that it does not know are shown the weights afterwards."""
+    out, lse = operators.new_output(call.q, call.v)
+    known = [_is_known(one, call) for one in survey.measures]
+    target = torch.empty(lse.shape, dtype=torch.int64)
+    places = _places(survey, known) | {"target": target}
+    _attention(call, out if output else None, lse, places)
+    torch.ge(target, 0, out=survey.seen)
+    for one, state, mine in zip(survey.measures, survey.states, known, strict=True):
+        if mine and isinstance(one, Peak):
+            numbers = survey.plane.numbers
+            state[1].copy_(target if numbers is None else numbers[target.clamp(min=0)].where(survey.seen, -1))
+    if not all(known):
+        blockwise.replay(call, lse, survey.only([not mine for mine in known]))
+    return (out if output else None), lse
+
+
+# By `_places`: where each statistic goes, and the sizes that belong to it.
+_STATISTICS = ("entropy", "peak", "target", "distance", "offset", "on_first", "received", "offsets")
+_KNOWN: dict[type[Measure], str] = {
+    Entropy: "entropy",
+    Peak: "peak",
+    Distance: "distance",
+    Offset: "offset",
+    OnFirst: "on_first",
+    Received: "received",
+    Offsets: "offsets",
+    Heatmap: "heatmap",
+}
+
+
+def _is_known(one: Measure, call: Call) -> bool:
+    if type(one) in (Distance, Offset, Offsets) and not (call.positions is None and call.key_positions is None):
+        return False
+    return type(one) in _KNOWN
+
+
+def _places(survey: Survey, known: list[bool]) -> dict[str, Any]:
+    """The measures' own tensors, for C to write into; and the sizes of those that have a choice."""
+    places: dict[str, Any] = {}
+    for one, state, mine in zip(survey.measures, survey.states, known, strict=True):
+        if mine:
+            places[_KNOWN[type(one)]] = state[0] if isinstance(one, Peak) else state
+        if mine and isinstance(one, Offsets):
+            places["reach"] = (one.before, one.after)
+    return places
+
+
+def _attention(call: Call, out: Tensor | None, lse: Tensor, places: dict[str, Any] | None = None) -> None:
+    """Call C: fills `out`, `lse` and the statistics' places."""
+    loaded = library.load()
+    assert loaded is not None
+    packed, _alive = _packed(call, out, lse, places)
+    loaded.attention(packed)
+
+
+def _packed(
+    call: Call, out: Tensor | None, lse: Tensor, places: dict[str, Any] | None = None
+) -> tuple[bytes, list[Any]]:
+    """The call as C reads it, and what must live as long as it is read."""
+    batch, heads, n, m = call.shape
+    q, k, v = (_in_rows(x) for x in (call.q, call.k, call.v))
+    seen = lower_mask(call)
+    added = lower_biases(call)
+    sinks = None if call.sinks is None else call.sinks.detach().to(torch.float32)
+    drop = call.dropout
+    found = places or {}
+    heatmap = found.get("heatmap")
+    packed = CALL.pack(
+        CALL.size,
+        library.instruction_set,
+        torch.get_num_threads(),
+        DTYPES[q.dtype],
+        seen.causal,
+        batch,
+        heads,
+        k.shape[1],
+        n,
+        m,
+        q.shape[3],
+        v.shape[3],
+        *(0 if x is None else x.data_ptr() for x in (q, k, v, out, lse)),
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        *((0, 0, 0) if out is None else out.stride()[:3]),
+        *lse.stride(),
+        call.scale,
+        call.softcap or 0.0,
+        call.q_start,
+        seen.before,
+        seen.after,
+        _address(seen.key_start),
+        _address(seen.key_end),
+        *_documents(seen.documents),
+        *((0, 0, 0, 0, 0) if seen.dense is None else (seen.dense.data_ptr(), *_broadcast_strides(seen.dense))),
+        *_bias(added),
+        *((0, 0, 0) if sinks is None else (sinks.data_ptr(), *_broadcast_strides(sinks))),
+        *(
+            (0,) * 7 + (0, 1.0)
+            if drop is None
+            else (
+                drop.rows.data_ptr(),
+                drop.cols.data_ptr(),
+                *_broadcast_strides(drop.rows),
+                *_broadcast_strides(drop.cols),
+                threshold_of(drop.p),
+                drop.kept,
+            )
+        ),
+        *(_address(found.get(statistic)) for statistic in _STATISTICS),
+        *found.get("reach", (0, 0)),
+        _address(heatmap),
+        *((0, 0) if heatmap is None else heatmap.shape[2:]),
+    )
+    return packed, [q, k, v, seen, added, sinks, drop]
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """As it is where the numbers of a row lie side by side, else a copy."""
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _broadcast_strides(x: Tensor) -> tuple[int, ...]:
+    """With 0 for axes that broadcast."""
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+def _documents(ids: tuple[Tensor, Tensor] | None) -> tuple[int, int, int, int]:
+    if ids is None:
+        return 0, 0, 0, 0
+    q_ids, k_ids = ids
+    return q_ids.data_ptr(), k_ids.data_ptr(), _broadcast_strides(q_ids)[0], _broadcast_strides(k_ids)[0]
+
+
+def _bias(added: Added | None) -> tuple[int, ...]:
+    if added is None:
+        return 0, 0, 0, 0, 0
+    return added.tensor.data_ptr() + added.first * added.tensor.element_size(), *added.strides
+
+
+class _Loops:
+    """C's loops, for `operators`. Its blocks have sides of their own."""
+
+    def forward(self, call: Call, height: int, width: int) -> tuple[Tensor, Tensor]:
+        out, lse = operators.new_output(call.q, call.v)
+        _attention(call, out, lse)
+        return out, lse
+
+    def backward(
+        self,
+        call: Call,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor,
+        d_lse: Tensor,
+        wanted: list[bool],
+        height: int,
+        width: int,
+    ) -> list[Tensor]:
+        return blockwise._backward(call, out, lse, d_out, d_lse, wanted, height, width)  # TEMPORARY
+        dtype = call.q.dtype
+        if dtype is not torch.float32:  # it computes in float32
+            call = replace(call, q=call.q.float(), k=call.k.float(), v=call.v.float())
+            out, d_out = out.float(), d_out.float()
+        loaded = library.load()
+        assert loaded is not None
+        grads: list[Tensor | None] = [
+            _new_gradient(x) if want else None for x, want in zip((call.q, call.k, call.v), wanted, strict=False)
+        ]
+        others = wanted[3:]
+        want_sinks = others.pop(0) if call.sinks is not None else False
+        d_sinks = lse.new_empty(lse.shape[:2]) if want_sinks else None
+        added = lower_biases(call)
+        d_added = new_gradient(added) if added is not None and any(others) else None
+        d_out, out = _in_rows(d_out), _in_rows(out)
+        packed, alive = _packed(call, out, lse)
+        gradients = GRADIENTS.pack(
+            GRADIENTS.size,
+            d_out.data_ptr(),
+            d_lse.data_ptr(),
+            *d_out.stride()[:3],
+            *d_lse.stride(),
+            *(_address(grad) for grad in grads),
+            *(stride for grad in grads for stride in ((0, 0, 0) if grad is None else grad.stride()[:3])),
+            *_bias(d_added),
+            _address(d_sinks),
+        )
+        loaded.backward(packed, gradients)
+        del alive
+        made: list[Tensor] = [grad.to(dtype) for grad in grads if grad is not None]
+        if d_sinks is not None and call.sinks is not None:
+            made.append(d_sinks.sum_to_size(call.sinks.shape).to(call.sinks.dtype))
+        if d_added is not None:
+            made += bias_gradients(call, d_added.tensor, others)
+        return made
+
+
+def _new_gradient(x: Tensor) -> Tensor:
+    """Memory for a gradient, laid out as what it belongs to, where that lies in rows."""
+    grad = torch.empty_like(x)
+    return grad if grad.stride(3) == 1 or grad.shape[3] == 1 else torch.empty(x.shape, dtype=x.dtype)
+
+
+run = operators.register(name, _Loops())

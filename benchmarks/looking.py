@@ -2,6 +2,10 @@
 
     python benchmarks/looking.py [--sizes 512 2048 8192] [--lengths 128 512 2048] [--long] [--quick] [--only memory]
 
+    headline  attention with the seven statistics that come with it (entropy, peak and target, distance, received, offsets,
+              on_first, a heatmap of 64 x 64), all of them checked in the same run, beside blind attention: SDPA in the
+              better of its two layouts, ours, and today's way: softmax(q k^T) in full, and the statistics from it
+
     layer     one attention, 12 heads of width 64, float32: causal; causal with 4 kv heads; Window(512)
     SDPA      plain `scaled_dot_product_attention`, which sees nothing; for the window with a mask (N, N), made before
     attend    ours, and sees nothing either
@@ -185,6 +189,94 @@ def _ahead(n: int) -> Tensor:
     return i - i[:, None]
 
 
+SEVEN = ["entropy", "peak", "distance", "received", "offsets", "on_first", measures.Heatmap(64)]
+
+
+def headline(width: int, tokens: int, causal: bool) -> dict[str, Run]:
+    """Seeing every head, and not seeing any; what is seen is checked first."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, HEADS, tokens, width) for _ in range(3))
+    apart = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    mask = regard.masks.Causal() if causal else None
+
+    def looking() -> object:
+        return regard.measure(q, k, v, mask=mask, measures=SEVEN)
+
+    def dense() -> dict[str, object]:
+        p = (q * width**-0.5) @ k.mT
+        if causal:
+            p = p.masked_fill_(~_visible(tokens, tokens), -math.inf)
+        p = p.softmax(-1)
+        ahead, (peak, target) = _ahead(tokens), p.max(-1)
+        cells = min(64, tokens)
+        cell = F.one_hot(torch.arange(tokens) * cells // tokens, cells).to(p.dtype)
+        offsets = [p.diagonal(offset, -2, -1).sum(-1) / tokens for offset in range(-8, 9)]
+        return {
+            "output": p @ v,
+            "entropy": torch.special.entr(p).sum(-1),
+            "peak": peak,
+            "target": target,
+            "distance": (p * ahead.abs()).sum(-1),
+            "received": p.sum(2),
+            "offsets": torch.stack(offsets, -1),
+            "on_first": p[..., 0].clone(),
+            "heatmap": cell.mT @ (p @ cell),
+        }
+
+    runs: dict[str, Run] = {
+        "SDPA": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal),
+        "SDPA apart": lambda: F.scaled_dot_product_attention(*apart, is_causal=causal),
+        "attend": lambda: regard.attend(q, k, v, mask=mask),
+        "looking": looking,
+    }
+    runs = {name: inference(run) for name, run in runs.items()}
+    found = runs["looking"]()
+    torch.testing.assert_close(found.output, runs["SDPA"](), rtol=1e-4, atol=1e-4)
+    if tokens <= 2048:
+        runs["dense"] = inference(dense)
+        for name, right in runs["dense"]().items():
+            got = found.output if name == "output" else found[name]
+            if name == "target":
+                assert (got == right).float().mean() > 0.999
+            else:
+                torch.testing.assert_close(got, right, rtol=1e-4, atol=1e-4 * max(1.0, right.abs().max().item()))
+    else:  # some heads and rows of the whole, and what must hold for all of it
+        rows = torch.arange(0, tokens, tokens // 16)
+        p = (q[:, :2, rows].double() * width**-0.5) @ k[:, :2].double().mT
+        p = p.masked_fill_(~(torch.arange(tokens) <= rows[:, None]), -math.inf) if causal else p
+        p = p.softmax(-1)
+        ahead = (torch.arange(tokens) - rows[:, None]).abs()
+        expected = {"entropy": torch.special.entr(p).sum(-1), "peak": p.amax(-1), "target": p.argmax(-1),
+                    "distance": (p * ahead).sum(-1), "on_first": p[..., 0]}  # fmt: skip
+        for name, right in expected.items():
+            got = found[name][:, :2, rows]
+            torch.testing.assert_close(got.to(right.dtype), right, rtol=1e-4, atol=1e-4)
+        for whole in (found.received, found.heatmap):
+            torch.testing.assert_close(
+                whole.flatten(2).sum(-1), torch.full((1, HEADS), float(tokens)), rtol=1e-4, atol=0
+            )
+        assert (found.offsets.sum(-1) < 1).all()
+    return runs
+
+
+def show_headline(sizes: list[int], seconds: float) -> list[dict[str, object]]:
+    rows, lines = [], []
+    for width in (64, 128):
+        for causal in (False, True):
+            for tokens in sizes:
+                times = take_turns(headline(width, tokens, causal), seconds=seconds, rounds=5)
+                blind = min(times["SDPA"], times["SDPA apart"])
+                cells = [f"{blind * 1e3:.1f} ms", f"{blind / times['looking']:.2f}",
+                         f"{times['looking'] / times['attend']:.2f}",
+                         f"{times['dense'] / times['looking']:.1f}" if "dense" in times else ""]  # fmt: skip
+                lines.append([f"D{width}{' causal' if causal else ''} {tokens}", *cells])
+                rows.append({"what": "headline", "width": width, "causal": causal, "tokens": tokens, "seconds": times})
+                print(" | ".join(lines[-1]), flush=True)
+    header = ["headline", "SDPA, blind", "SDPA / looking", "looking / attend", "dense / looking"]
+    print("\n" + table(header, lines) + "\n", flush=True)
+    return rows
+
+
 def check() -> None:
     """The two ways find the same."""
     for case in CASES:
@@ -323,9 +415,14 @@ def main() -> None:
     lengths = ([64] if quick else LENGTHS) if options.lengths is None else options.lengths
     plan = [("layer", case, size) for case in CASES for size in [*sizes, *(LONG if options.long else [])]]
     plan += [("model", "", size) for size in lengths]
+    rows: list[dict] = []
+    if options.only in "headline":
+        rows += show_headline([256] if quick else options.sizes or SIZES, 0.1 if quick else options.seconds)
+    if options.only == "headline":
+        return
     check()
 
-    rows, tables = [], {}
+    tables: dict = {}
     for what, case, tokens in plan:
         names = {"layer": LAYER, "model": MODEL}[what]
         timed = [who for who in names if who != "all"]

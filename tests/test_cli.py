@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from regard import heads, models
+from regard import doctor, heads, models
 from regard.cli import app
 from regard.heads import progress
+from regard.kernels import library
 from regard.models import loading
 
 pytestmark = pytest.mark.skipif(
@@ -307,3 +308,16 @@ def test_serve_offers_what_is_installed(monkeypatch):
     monkeypatch.setattr("regard.serve.serve", lambda *given, **options: asked.append((given, options)))
     run("serve", "--port", "0")
     assert asked == [((["minilm", "smollm2"],), {"host": "127.0.0.1", "port": 0, "open_browser": False})]
+
+
+def test_doctor_tells_what_is_there_and_what_is_not(monkeypatch):
+    out = run("doctor")
+    for word in ("torch", "threads", "fused", "blockwise", "reference", "extras"):
+        assert word in out
+    found = json.loads(run("doctor", "--json"))
+    assert found["versions"]["torch"] == torch.__version__
+    assert ("available" in found["kernels"]["native"]) == (library.load() is not None)
+    monkeypatch.setattr(library, "_found", (None, "it was not compiled"))
+    assert "no: it was not compiled" in run("doctor")
+    monkeypatch.setattr(doctor, "_version", lambda package: None)
+    assert "pip install 'regard[draw]'" in run("doctor")

@@ -102,7 +102,7 @@ def test_every_measure_is_its_formula(case: Case, kernel: str, strip: int, singl
 @SETTINGS
 @given(cases(simple=True), st.sampled_from([6, 2**19]))
 def test_every_measure_from_torchs_own_log_sum_exp(case: Case, strip: int) -> None:
-    if regard.explain(case.q, case.k, case.v, **case.options).startswith("fused: no"):
+    if "fused: no" in regard.explain(case.q, case.k, case.v, **case.options):
         return
     check(case, "fused", strip, torch.float64)
 

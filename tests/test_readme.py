@@ -7,6 +7,8 @@ import io
 import re
 from pathlib import Path
 
+from regard.kernels import available
+
 README = Path(__file__).parent.parent / "README.md"
 BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 
@@ -23,7 +25,7 @@ def test_the_readme_runs_and_prints_what_it_says(tmp_path, monkeypatch) -> None:
             with contextlib.redirect_stdout(out):
                 exec(compile(text, str(README), "exec"), names)
             printed = out.getvalue()
-        elif language == "text":
+        elif language == "text" and ("native" in available() or not text.startswith("native: chosen")):
             assert printed.strip() == text.strip()
 
 

@@ -242,8 +242,9 @@ def look(
 def explain(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: Any) -> str:
     """Which kernel `attend` would use for these arguments, and why not the others.
 
-    >>> q = torch.randn(1, 2, 300, 5)
-    >>> print(explain(q, q, q, dropout=0.1))
+    >>> q = torch.randn(1, 2, 300, 5, dtype=torch.float64)
+    >>> print(explain(q, q, q, dropout=0.1))  # doctest: +ELLIPSIS
+    native: no, ...
     fused: no, it draws dropout by a generator of its own, and falls back to the N x M matrix for it
     blockwise: chosen
     reference: could serve, but blockwise is faster

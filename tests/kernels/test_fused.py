@@ -98,6 +98,7 @@ def test_decoding_needs_no_mask() -> None:
     assert fused._operands(prepare(q, k, v, mask=Causal() & Window(100))) == (None, False)
 
 
+@pytest.mark.usefixtures("without_native")
 @pytest.mark.parametrize("dtype, queries", [(torch.bfloat16, 1), (torch.bfloat16, 2), (torch.float16, 13)])
 def test_a_few_queries_that_see_everything_go_to_the_formula(dtype: torch.dtype, queries: int) -> None:
     q, k = torch.randn(1, 6, queries, 10).to(dtype), torch.randn(1, 2, 31, 10).to(dtype)
@@ -108,6 +109,7 @@ def test_a_few_queries_that_see_everything_go_to_the_formula(dtype: torch.dtype,
         assert "fused: chosen" in regard.explain(q.float(), k.float(), k.float(), mask=mask)
 
 
+@pytest.mark.usefixtures("without_native")
 def test_many_keys_of_shared_heads_go_to_the_formula_in_float32_too() -> None:
     q, k = torch.randn(1, 6, 3, 64), torch.randn(1, 2, 2053, 64)
     with torch.no_grad():

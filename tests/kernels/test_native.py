@@ -337,23 +337,19 @@ print(regard.explain(q, q, q).splitlines()[0])
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    monkeypatch.setattr(library, "FILE", tmp_path / "nothing.so")
-    library._load.cache_clear()
-    try:
-        q = torch.randn(1, 2, 300, 8)
-        library.say_once.cache_clear()
-        with (
-            pytest.warns(RuntimeWarning, match="runs without its native kernel.*not compiled.*regard doctor"),
-            pytest.raises(ValueError, match=r"kernel 'native': .* it was not compiled: no C\+\+17 compiler"),
-        ):
-            regard.attend(q, q, q, kernel="native")
-        assert "native" not in regard.kernels.available()
-        assert "it was not compiled" in regard.explain(q, q, q)  # (and no second warning)
-        (tmp_path / "nothing.so").write_text("no library")
-        library._load.cache_clear()
-        assert "it does not load" in regard.explain(q, q, q)
-    finally:
-        library._load.cache_clear()
+    q = torch.randn(1, 2, 300, 8)
+    monkeypatch.setattr(library, "_found", library.find(tmp_path / "nothing.so"))
+    library.say_once.cache_clear()
+    with (
+        pytest.warns(RuntimeWarning, match="runs without its native kernel.*not compiled.*regard doctor"),
+        pytest.raises(ValueError, match=r"kernel 'native': .* it was not compiled: no C\+\+17 compiler"),
+    ):
+        regard.attend(q, q, q, kernel="native")
+    assert "native" not in regard.kernels.available()
+    assert "it was not compiled" in regard.explain(q, q, q)  # (and no second warning)
+    (tmp_path / "nothing.so").write_text("no library")
+    monkeypatch.setattr(library, "_found", library.find(tmp_path / "nothing.so"))
+    assert "it does not load" in regard.explain(q, q, q)
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [

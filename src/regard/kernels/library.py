@@ -22,7 +22,7 @@ __all__ = ["CALL", "DTYPES", "GRADIENTS", "Library", "load", "say_once", "why_no
 
 FILE = Path(os.environ.get("REGARD_LIBRARY") or Path(__file__).with_name("libregard_native.so"))
 INSTRUCTION_SETS = ("auto", "portable", "avx2", "avx512", "avx512_bf16")  # in the order of `regard_isa`
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `regard_dtype`
+DTYPES = {torch.float32: 0}  # as `regard_dtype`
 
 # struct regard_args, line by line; P is a pointer, q an int64, i an int32, f a float.
 CALL = struct.Struct(
@@ -93,8 +93,13 @@ instruction_set = _named_instruction_set()
 
 
 def load() -> Library | None:
-    """The library, or None where there is none, or where REGARD_NATIVE=0 turned it off before it was asked for."""
-    return _load()[0]
+    """The library, or None where there is none, or where REGARD_NATIVE=0 turned it off before regard was imported."""
+    return _found[0]
+
+
+def why_not() -> str | None:
+    """In words, where `load` gives None."""
+    return _found[1]
 
 
 @functools.lru_cache(1)
@@ -109,23 +114,18 @@ def say_once() -> None:
         )
 
 
-def why_not() -> str | None:
-    """In words, where `load` gives None."""
-    return _load()[1]
-
-
-@functools.lru_cache(1)
-def _load() -> tuple[Library | None, str | None]:
+def find(file: Path) -> tuple[Library | None, str | None]:
+    """The library in a file, or why not."""
     if os.environ.get("REGARD_NATIVE") == "0":
         return None, "REGARD_NATIVE=0 turns it off"
-    if not FILE.exists():
+    if not file.exists():
         return None, "it was not compiled: no C++17 compiler was found when regard was installed"
     try:
-        handle = ctypes.CDLL(str(FILE))
+        handle = ctypes.CDLL(str(file))
     except OSError as error:
         try:  # a torch without OpenMP leaves its functions open
             ctypes.CDLL("libgomp.so.1", ctypes.RTLD_GLOBAL)
-            handle = ctypes.CDLL(str(FILE))
+            handle = ctypes.CDLL(str(file))
         except OSError:
             return None, f"it does not load: {error}"
     for size in (handle.regard_args_size, handle.regard_gradients_size):
@@ -135,3 +135,6 @@ def _load() -> tuple[Library | None, str | None]:
     handle.regard_attention.argtypes = [ctypes.c_char_p]
     handle.regard_attention_backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     return Library(handle, INSTRUCTION_SETS[handle.regard_best_isa()]), None
+
+
+_found = find(FILE)  # now, and not when first asked: compilers trace the question

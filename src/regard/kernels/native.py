@@ -38,7 +38,8 @@ def why_not(call: Call) -> str | None:
     """In words, where it cannot serve."""
     missing = library.why_not()
     if missing is not None:
-        library.say_once()
+        if not torch.compiler.is_compiling():
+            library.say_once()
         return missing
     if call.q.device.type != "cpu":
         return f"it is for CPUs, and the tensors are on {call.q.device.type}"

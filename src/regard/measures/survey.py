@@ -83,7 +83,8 @@ def as_measures(measures: MeasureLike | Iterable[MeasureLike] | None) -> list[Me
                                received="the class", remedy=str(error)) from None  # fmt: skip
         if not isinstance(one, Measure):
             raise bad_type("measures", expected="names or objects of regard.measures", received=type(one).__name__)
-        if not any(type(one) is type(other) and vars(one) == vars(other) for other in made if not _holds_tensors(one)):
+        twins = [other for other in made if type(other) is type(one)]
+        if not twins or _holds_tensors(one) or all(vars(one) != vars(other) for other in twins):
             made.append(one)
     names = [name for one in made for name in one.gives]
     twice = sorted({name for name in names if names.count(name) > 1})

@@ -35,7 +35,7 @@ struct Work {
 };
 
 constexpr int TEAM = 4;
-constexpr int64_t STRIPS = 8 << 20;  // bytes of strips that a thread keeps
+constexpr int64_t STRIPS = 4 << 20;  // bytes of strips that a thread keeps
 thread_local Desk team[TEAM];
 thread_local Scratch packed;  // the calling thread's
 

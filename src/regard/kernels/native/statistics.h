@@ -26,7 +26,9 @@ inline int64_t part_size(const regard_args &a) {
 inline int64_t first_of_cell(int64_t cell, int64_t cells, int64_t n) { return (cell * n + cells - 1) / cells; }
 
 struct Moments {
-    alignas(64) float ahead[LANES], apart[LANES];  // sum of weight * (j - i), of weight * |j - i|
+    // Sums of weight * (j - i) and of weight * |j - i|. Thousands of positions times small weights: float would lose digits.
+    // `mass` is the sum of those very weights: what they have in common of rounding errors falls out of the quotient.
+    alignas(64) double ahead[LANES], apart[LANES], mass[LANES];
     alignas(64) float position[LANES];             // of the query, counted from the block's first
 };
 
@@ -86,8 +88,12 @@ void look_strip(const float *p, int64_t keys, const float *factor, int lane, F *
     for (int v = 0; v < NV; v++) {
         const int i = lane + v * W;
         const F ahead = slope[v] + sum[v] * (start - load(moments.position + i));
-        store(moments.ahead + i, load(moments.ahead + i) + ahead);
-        store(moments.apart + i, load(moments.apart + i) + (crossing ? apart[v] * f[v] : ahead * sign));
+        const F distance = crossing ? apart[v] * f[v] : ahead * sign;
+        for (int x = 0; x < W; x++) {
+            moments.ahead[i + x] += ahead[x];
+            moments.apart[i + x] += distance[x];
+            moments.mass[i + x] += sum[v][x];
+        }
     }
 }
 
@@ -96,7 +102,7 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
     const int64_t first_position = a.q_start + block.row;
     Moments moments;
     for (int i = 0; i < LANES; i++) {
-        moments.ahead[i] = moments.apart[i] = 0.0f;
+        moments.ahead[i] = moments.apart[i] = moments.mass[i] = 0.0;
         moments.position[i] = (float)i;
     }
     alignas(64) float on_first[LANES] = {};
@@ -194,8 +200,8 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
         }
         if (a.peak) a.peak[at + i] = empty ? 0.0f : desk.factor[i];
         if (a.target) a.target[at + i] = empty ? -1 : rows.at[i];
-        if (a.distance) a.distance[at + i] = empty ? 0.0f : (float)(moments.apart[i] / mass);
-        if (a.offset) a.offset[at + i] = empty ? 0.0f : (float)(moments.ahead[i] / mass);
+        if (a.distance) a.distance[at + i] = empty ? 0.0f : (float)(moments.apart[i] / moments.mass[i]);
+        if (a.offset) a.offset[at + i] = empty ? 0.0f : (float)(moments.ahead[i] / moments.mass[i]);
         if (a.on_first) a.on_first[at + i] = on_first[i];
     }
 }

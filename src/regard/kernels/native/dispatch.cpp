@@ -5,13 +5,16 @@
 
 namespace regard_portable {
 void attention(const regard_args &);
+void backward(const regard_args &, const regard_gradients &);
 }
 #if defined(__x86_64__)
 namespace regard_avx2 {
 void attention(const regard_args &);
+void backward(const regard_args &, const regard_gradients &);
 }
 namespace regard_avx512 {
 void attention(const regard_args &);
+void backward(const regard_args &, const regard_gradients &);
 }
 #endif
 
@@ -34,6 +37,12 @@ bool good_shape(const regard_args &a) {
     return a.width >= 1 && a.width <= 256 && a.value_width >= 1 && a.value_width <= 256;
 }
 
+// What the backward pass cannot do without. (It is written for float32 alone.)
+bool complete(const regard_args &a, const regard_gradients &g) {
+    const bool nothing = a.batch * a.heads * a.queries == 0;
+    return a.dtype == REGARD_FLOAT32 && (nothing || (a.out && a.lse && g.d_out));
+}
+
 }  // namespace
 
 extern "C" int32_t regard_best_isa(void) {
@@ -41,6 +50,7 @@ extern "C" int32_t regard_best_isa(void) {
 }
 
 extern "C" uint64_t regard_args_size(void) { return sizeof(regard_args); }
+extern "C" uint64_t regard_gradients_size(void) { return sizeof(regard_gradients); }
 
 extern "C" int32_t regard_attention(const regard_args *args) {
     if (!args || args->size != sizeof(regard_args)) return REGARD_BAD_SIZE;
@@ -54,6 +64,26 @@ extern "C" int32_t regard_attention(const regard_args *args) {
         case REGARD_AVX2: regard_avx2::attention(*args); break;
 #endif
         default: regard_portable::attention(*args);
+        }
+    } catch (const std::bad_alloc &) {
+        return REGARD_NO_MEMORY;
+    }
+    return REGARD_OK;
+}
+
+extern "C" int32_t regard_attention_backward(const regard_args *args, const regard_gradients *gradients) {
+    if (!args || args->size != sizeof(regard_args)) return REGARD_BAD_SIZE;
+    if (!gradients || gradients->size != sizeof(regard_gradients)) return REGARD_BAD_SIZE;
+    if (!good_shape(*args) || !complete(*args, *gradients)) return REGARD_BAD_SHAPE;
+    const int32_t isa = args->isa == REGARD_AUTO ? regard_best_isa() : args->isa;
+    if (!has(isa)) return REGARD_NO_SUCH_ISA;
+    try {
+        switch (isa) {
+#if defined(__x86_64__)
+        case REGARD_AVX512: regard_avx512::backward(*args, *gradients); break;
+        case REGARD_AVX2: regard_avx2::backward(*args, *gradients); break;
+#endif
+        default: regard_portable::backward(*args, *gradients);
         }
     } catch (const std::bad_alloc &) {
         return REGARD_NO_MEMORY;

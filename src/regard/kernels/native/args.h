@@ -16,7 +16,7 @@ enum regard_dtype : int32_t { REGARD_FLOAT32 = 0, REGARD_BFLOAT16 = 1, REGARD_FL
 enum regard_status : int32_t {
     REGARD_OK = 0,
     REGARD_BAD_SIZE = 1,         // `size` is not that of the struct this library was built with
-    REGARD_BAD_SHAPE = 2,        // a size below 0, a width beyond 256, heads no multiple of groups
+    REGARD_BAD_SHAPE = 2,        // a size below 0, a width beyond 256, heads no multiple of groups; backward: no out, no lse
     REGARD_NO_SUCH_ISA = 3,      // the CPU lacks what was asked for
     REGARD_NO_MEMORY = 4,
 };

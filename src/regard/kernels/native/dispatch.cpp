@@ -1,46 +1,87 @@
 // The C entry points: the call is checked, and the best of the instruction sets that the CPU has is taken.
 #include <new>
+#include <system_error>
 
+#include "after_fork.h"
 #include "args.h"
 
-namespace regard_portable {
-void attention(const regard_args &);
-}
+#define DECLARE(name)                                                \
+    namespace regard_##name {                                        \
+    void attention(const regard_args &);                             \
+    void backward(const regard_args &, const regard_gradients &);    \
+    }
+DECLARE(portable)
 #if defined(__x86_64__)
-namespace regard_avx2 {
-void attention(const regard_args &);
-}
-namespace regard_avx512 {
-void attention(const regard_args &);
-}
+DECLARE(avx2)
+DECLARE(avx512)
+DECLARE(avx512_bf16)
 #endif
 
 namespace {
 
-bool has(int32_t isa) {
+// What `kernel.cpp` became for one instruction set.
+struct Build {
+    bool here;  // whether the CPU has it
+    void (*attention)(const regard_args &);
+    void (*backward)(const regard_args &, const regard_gradients &);
+};
+
+Build build_of(int32_t isa) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (isa == REGARD_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (isa == REGARD_AVX512)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-               __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+    if (isa == REGARD_AVX2) return {avx2, regard_avx2::attention, regard_avx2::backward};
+    if (isa == REGARD_AVX512) return {avx512, regard_avx512::attention, regard_avx512::backward};
+    if (isa == REGARD_AVX512_BF16) return {bf16, regard_avx512_bf16::attention, regard_avx512_bf16::backward};
 #endif
-    return isa == REGARD_PORTABLE;
+    return {isa == REGARD_PORTABLE, regard_portable::attention, regard_portable::backward};
 }
 
 bool good_shape(const regard_args &a) {
     if (a.batch < 0 || a.heads < 0 || a.queries < 0 || a.keys < 0 || a.keys > INT32_MAX / 2) return false;
     if (a.queries > INT32_MAX / 2 || a.groups <= 0 || a.heads % a.groups || a.threads < 1) return false;
+    if (a.dtype < REGARD_FLOAT32 || a.dtype > REGARD_FLOAT16) return false;
     return a.width >= 1 && a.width <= 256 && a.value_width >= 1 && a.value_width <= 256;
+}
+
+// What the backward pass cannot do without. (It is written for float32 alone.)
+bool complete(const regard_args &a, const regard_gradients &g) {
+    const bool nothing = a.batch * a.heads * a.queries == 0;
+    return a.dtype == REGARD_FLOAT32 && (nothing || (a.out && a.lse && g.d_out));
+}
+
+// f(build), with all that can go wrong as a status. Exceptions end here: the caller speaks C.
+template <class Function>
+int32_t run(int32_t isa, Function f) {
+    const Build build = build_of(isa == REGARD_AUTO ? regard_best_isa() : isa);
+    if (!build.here) return REGARD_NO_SUCH_ISA;
+    int32_t status = REGARD_OK;
+    try {
+        regard::run_anywhere([&] {
+            try {
+                f(build);
+            } catch (const std::bad_alloc &) {
+                status = REGARD_NO_MEMORY;
+            }
+        });
+    } catch (const std::system_error &) {  // no thread could be made
+        status = REGARD_NO_MEMORY;
+    }
+    return status;
 }
 
 }  // namespace
 
-extern "C" int32_t regard_best_isa(void) {
-    return has(REGARD_AVX512) ? REGARD_AVX512 : has(REGARD_AVX2) ? REGARD_AVX2 : REGARD_PORTABLE;
-}
+extern "C" int32_t regard_has_isa(int32_t isa) { return build_of(isa).here; }
 
-extern "C" int32_t regard_has_isa(int32_t isa) { return has(isa); }
+extern "C" int32_t regard_best_isa(void) {
+    int32_t isa = REGARD_AVX512_BF16;
+    while (!build_of(isa).here) isa--;  // each has all that those before it have
+    return isa;
+}
 
 extern "C" uint64_t regard_args_size(void) { return sizeof(regard_args); }
 
@@ -49,20 +90,12 @@ extern "C" uint64_t regard_gradients_size(void) { return sizeof(regard_gradients
 extern "C" int32_t regard_attention(const regard_args *args) {
     if (!args || args->size != sizeof(regard_args)) return REGARD_BAD_SIZE;
     if (!good_shape(*args)) return REGARD_BAD_SHAPE;
-    const int32_t isa = args->isa == REGARD_AUTO ? regard_best_isa() : args->isa;
-    if (!has(isa)) return REGARD_NO_SUCH_ISA;
-    try {
-        switch (isa) {
-#if defined(__x86_64__)
-        case REGARD_AVX512: regard_avx512::attention(*args); break;
-        case REGARD_AVX2: regard_avx2::attention(*args); break;
-#endif
-        default: regard_portable::attention(*args);
-        }
-    } catch (const std::bad_alloc &) {
-        return REGARD_NO_MEMORY;
-    }
-    return REGARD_OK;
+    return run(args->isa, [&](const Build &build) { build.attention(*args); });
 }
 
-extern "C" int32_t regard_attention_backward(const regard_args *, const regard_gradients *) { return REGARD_BAD_SHAPE; }
+extern "C" int32_t regard_attention_backward(const regard_args *args, const regard_gradients *gradients) {
+    if (!args || args->size != sizeof(regard_args)) return REGARD_BAD_SIZE;
+    if (!gradients || gradients->size != sizeof(regard_gradients)) return REGARD_BAD_SIZE;
+    if (!good_shape(*args) || !complete(*args, *gradients)) return REGARD_BAD_SHAPE;
+    return run(args->isa, [&](const Build &build) { build.backward(*args, *gradients); });
+}

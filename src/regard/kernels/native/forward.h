@@ -173,7 +173,8 @@ void advance(const regard_args &a, const Block &block, Desk &desk, bool careful,
 // multiplied by, 1 / total.
 inline void conclude(const regard_args &a, const Block &block, Desk &desk) {
     const Rows &rows = desk.rows;
-    const double to_e = desk.exponent * 0.6931471805599453;  // from scores as they were compared to base e
+    // From scores as they were compared to base e.
+    const double to_e = a.softcap != 0.0f || a.bias || !(a.scale > 0.0f) ? 1.0 : a.scale;
     const float sink = a.sinks ? a.sinks[block.item * a.sinks_stride[0] + block.head * a.sinks_stride[1]] : 0.0f;
     float *lse = a.lse ? a.lse + block.item * a.lse_stride[0] + block.head * a.lse_stride[1] : nullptr;
     for (int i = 0; i < block.rows; i++) {

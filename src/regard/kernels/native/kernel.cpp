@@ -1,4 +1,5 @@
 // Compiled once for each instruction set, each time in a namespace of its own.
+#include "backward_schedule.h"
 #include "schedule.h"
 
 namespace REGARD_NAMESPACE {
@@ -14,5 +15,7 @@ void attention(const regard_args &a) {
     const Work work(b);
     looks(b) ? looking(work) : plain(work);
 }
+
+void backward(const regard_args &a, const regard_gradients &g) { Backward(a, g).run(); }
 
 }  // namespace REGARD_NAMESPACE

@@ -1,4 +1,4 @@
-// The two matrix products, in registers. Everything is laid out with *queries along the lanes*: a block of up to LANES
+// The matrix products, in registers. Everything is laid out with *queries along the lanes*: a block of up to LANES
 // queries is transposed once, and then
 //
 //     S^T (keys x lanes)  = K (keys x D) Q^T (D x lanes)        K is read as it lies: its numbers are broadcast
@@ -6,6 +6,10 @@
 //
 // so neither K nor V is ever packed or transposed, softmax runs down the columns without a horizontal step, and each
 // lane is one query: maxima, sums and statistics are plain vector arithmetic.
+//
+// The backward pass has a third one, where queries are what is summed over:
+//
+//     dV (keys x E)      += P^T (keys x lanes) dO (lanes x E)   the width lies along the vectors, P^T is broadcast
 #pragma once
 #include <array>
 #include <utility>
@@ -85,8 +89,35 @@ void values_tile(const float *v, int64_t v_stride, const float *p, int64_t keys,
     }
 }
 
+// R rows of weights against NV vectors of what `lanes` queries hold: to += p rows. The sum starts from 0 and is added as a
+// whole: over thousands of queries, sums of sums have less rounding error than a long one.
+template <int R, int NV>
+void rows_tile(const float *p, int64_t lanes, const float *rows, int64_t stride, float *to) {
+    F sum[R][NV] = {};
+    for (int64_t i = 0; i < lanes; i++) {
+        F x[NV];
+#pragma GCC unroll 16
+        for (int v = 0; v < NV; v++) x[v] = load(rows + i * stride + v * W);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            const F y = broadcast(p[r * LANES + i]);
+#pragma GCC unroll 16
+            for (int v = 0; v < NV; v++) sum[r][v] += y * x[v];
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 16
+        for (int v = 0; v < NV; v++) {
+            float *at = to + r * stride + v * W;
+            store(at, load(at) + sum[r][v]);
+        }
+    }
+}
+
 using ScoresTile = decltype(&scores_tile<1, 1, false, false, false>);
 using ValuesTile = decltype(&values_tile<1, 1>);
+using RowsTile = decltype(&rows_tile<1, 1>);
 
 template <int NV, bool Add, bool Max, bool Where, int... r>
 constexpr std::array<ScoresTile, MOST_ROWS> scores_tiles(std::integer_sequence<int, r...>) {
@@ -95,6 +126,10 @@ constexpr std::array<ScoresTile, MOST_ROWS> scores_tiles(std::integer_sequence<i
 template <int NV, int... r>
 constexpr std::array<ValuesTile, MOST_ROWS> values_tiles(std::integer_sequence<int, r...>) {
     return {(r < rows_of(NV) ? &values_tile<(r < rows_of(NV) ? r + 1 : 1), NV> : nullptr)...};
+}
+template <int NV, int... r>
+constexpr std::array<RowsTile, MOST_ROWS> rows_tiles(std::integer_sequence<int, r...>) {
+    return {(r < rows_of(NV) ? &rows_tile<(r < rows_of(NV) ? r + 1 : 1), NV> : nullptr)...};
 }
 
 template <int NV, bool Add, bool Max, bool Where>
@@ -117,6 +152,15 @@ void values_strip(const float *v, int64_t v_stride, const float *p, int64_t keys
     int64_t e = 0;
     for (; e + R <= value_width; e += R) values_tile<R, NV>(v + e, v_stride, p, keys, shrink, o + e * LANES);
     if (e < value_width) tiles[value_width - e - 1](v + e, v_stride, p, keys, shrink, o + e * LANES);
+}
+
+template <int NV>
+void rows_strip(const float *p, int64_t keys, int64_t lanes, const float *rows, int64_t stride, float *to) {
+    static constexpr auto tiles = rows_tiles<NV>(std::make_integer_sequence<int, MOST_ROWS>{});
+    constexpr int R = rows_of(NV);
+    int64_t j = 0;
+    for (; j + R <= keys; j += R) rows_tile<R, NV>(p + j * LANES, lanes, rows, stride, to + j * stride);
+    if (j < keys) tiles[keys - j - 1](p + j * LANES, lanes, rows, stride, to + j * stride);
 }
 
 // For each tile's width of vectors among the lanes [first, last): f(lane, width as a type).
@@ -144,13 +188,14 @@ void scores(const float *k, int64_t k_stride, int64_t keys, const float *q, int6
         for (int64_t i = 0; i < pieces; i++) {
             const int64_t next = width * (i + 1) / pieces, some = next - d;
             const float *x = k + d, *y = q + d * LANES + lane;
-            float *to = s + lane;
+            float *to = s + lane, *tops = Max ? top + lane : nullptr;
+            int32_t *places = Where ? at + lane : nullptr;
             if (i + 1 < pieces) {
                 if (i == 0) scores_strip<NV, false, false, false>(x, k_stride, keys, y, some, to, nullptr, nullptr, key);
                 else scores_strip<NV, true, false, false>(x, k_stride, keys, y, some, to, nullptr, nullptr, key);
             } else {
-                if (i == 0) scores_strip<NV, false, Max, Where>(x, k_stride, keys, y, some, to, top + lane, at + lane, key);
-                else scores_strip<NV, true, Max, Where>(x, k_stride, keys, y, some, to, top + lane, at + lane, key);
+                if (i == 0) scores_strip<NV, false, Max, Where>(x, k_stride, keys, y, some, to, tops, places, key);
+                else scores_strip<NV, true, Max, Where>(x, k_stride, keys, y, some, to, tops, places, key);
             }
             d = next;
         }
@@ -163,6 +208,11 @@ inline void values(const float *v, int64_t v_stride, const float *p, int64_t key
     over_lanes(first, last, [&](int lane, auto nv) {
         values_strip<nv.value>(v, v_stride, p + lane, keys, value_width, shrink + lane, o + lane);
     });
+}
+
+// to[j][x] += sum_i p[j][i] rows[i][x]. The rows of both have a stride of `width`, which is a multiple of W.
+inline void weigh_rows(const float *p, int64_t keys, int64_t lanes, const float *rows, int64_t width, float *to) {
+    over_lanes(0, (int)width, [&](int x, auto nv) { rows_strip<nv.value>(p, keys, lanes, rows + x, width, to + x); });
 }
 
 }  // namespace

@@ -52,6 +52,16 @@ inline F larger(F a, F b) {
 #endif
 }
 
+// A product as it is rounded, and not fused with what it is added to.
+inline F rounded(F product) {
+#if defined(__AVX512F__)
+    asm("" : "+v"(product));
+#elif defined(__SSE2__)
+    asm("" : "+x"(product));
+#endif
+    return product;
+}
+
 // where ? a : b, lane by lane; `where` is a comparison's result.
 inline F choose(I where, F a, F b) { return where ? a : b; }
 inline I choose(I where, I a, I b) { return where ? a : b; }

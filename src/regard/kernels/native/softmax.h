@@ -28,14 +28,20 @@ struct Rows {
     }
 };
 
-// The scores' own arithmetic where there is more than a positive scale: softcap, bias. In place, in base e.
-inline void transform(float *s, int64_t keys, int first, int last, float scale, float softcap, const float *bias) {
+// The scores' own arithmetic where there is more than a positive scale: softcap, bias. In place, in base e. `slope` takes
+// the softcap's derivative, where it is wanted.
+inline void transform(float *s, int64_t keys, int first, int last, float scale, float softcap, const float *bias,
+                      float *slope = nullptr) {
     const float inner = softcap != 0.0f ? scale / softcap : scale;
     for (int64_t j = 0; j < keys; j++) {
         for (int lane = first; lane < last; lane += W) {
             float *p = s + j * LANES + lane;
             F x = load(p) * inner;
-            if (softcap != 0.0f) x = tanh(x) * softcap;
+            if (softcap != 0.0f) {
+                x = tanh(x);
+                if (slope) store(slope + j * LANES + lane, 1.0f - x * x);
+                x *= softcap;
+            }
             if (bias) x += load(bias + j * LANES + lane);
             store(p, x);
         }
@@ -98,18 +104,24 @@ void exponentials(float *s, int64_t keys, int first, int last, float factor, Row
     over_lanes(first, last, [&](int lane, auto nv) { exponentials_strip<Logs, nv.value>(s, keys, factor, rows, lane); });
 }
 
-// kept = weights, or 0 where dropout's hash of row and column says so. (Unsigned arithmetic wraps; the shift is signed.)
+// Whether dropout's hash of row and column lets a weight stay. (Unsigned arithmetic wraps; the shift is signed.)
+inline I stays(I row, I col, int32_t threshold) {
+    typedef uint32_t U __attribute__((vector_size(W * 4)));
+    I x = row ^ col;
+    x = (I)((U)x * 0x2C1B3C6Du);
+    x ^= x >> 15;
+    x = (I)((U)x * 0x297A2D39u);
+    return x >= threshold;
+}
+
+// kept = weights, or 0 where dropout takes them.
 inline void drop(const float *p, int64_t keys, int first, int last, const int32_t *row, const int32_t *col,
                  int64_t col_stride, int32_t threshold, float *kept) {
-    typedef uint32_t U __attribute__((vector_size(W * 4)));
     for (int64_t j = 0; j < keys; j++) {
         const I c = broadcast(col[j * col_stride]);
         for (int lane = first; lane < last; lane += W) {
-            I x = load(row + lane) ^ c;
-            x = (I)((U)x * 0x2C1B3C6Du);
-            x ^= x >> 15;
-            x = (I)((U)x * 0x297A2D39u);
-            store(kept + j * LANES + lane, choose(x >= threshold, load(p + j * LANES + lane), F{}));
+            const I kept_here = stays(load(row + lane), c, threshold);
+            store(kept + j * LANES + lane, choose(kept_here, load(p + j * LANES + lane), F{}));
         }
     }
 }

@@ -72,7 +72,7 @@ class Plan {
     template <class Function>
     void each(int64_t from, int64_t to, Function f) {
         for (int64_t j = std::max(begin, from); j < std::min(end, to);) {
-            const int64_t limit = std::min(end, (j / CHUNK + 1) * CHUNK);
+            const int64_t limit = std::min({end, to, (j / CHUNK + 1) * CHUNK});
             Span span{j, limit, 0, block.lanes, false};
             if (j >= all_low && j + EDGE <= all_high) {
                 span.last = std::min({j + KEYS, all_high, limit});

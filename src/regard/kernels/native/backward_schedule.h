@@ -1,0 +1,149 @@
+// All units of a backward pass, over the threads. How the work is cut up hangs on the shapes and the number of threads
+// alone, and sums are added up in a fixed order: so the same call gives the same bits.
+//
+//     kv head    b * groups + group
+//     step       one block of queries of one query head of a kv head: there are blocks * shared of them
+//     part       every parts-th step of a kv head, heavy and light ones alike
+//     unit       a part of a kv head: number kv_head * parts + part
+#pragma once
+#include "backward.h"
+#include "schedule.h"
+
+namespace REGARD_NAMESPACE {
+
+thread_local Bench bench;
+
+class Backward {
+    const regard_args &a;
+    const regard_gradients &g;
+    const Work work;
+    BiasGradient bias;
+    const int64_t kv_heads, shared;  // shared: query heads of a kv head
+    const int64_t together;          // steps that no two parts may share: those which take turns at the bias together
+    const int64_t parts;
+    const int64_t padded_k, padded_v;
+    const int64_t dk_size, dv_size;  // of a unit's sums
+    // Where keys, values and their gradients outgrow the L2 cache, a few blocks of queries go through them side by side.
+    const int64_t team, chunk;
+    Scratch partial;
+    float *sums = nullptr;         // (kv_heads, parts, dk_size + dv_size), where a kv head has several parts
+    std::vector<double> sink_sums;  // (batch * heads, blocks)
+
+    int64_t steps() const { return work.blocks * shared; }
+
+    // A kv head each where there are enough of them; else parts, whose sums take memory.
+    int64_t count_parts() const {
+        if (a.threads == 1 || kv_heads == 0 || kv_heads >= 4 * a.threads) return 1;
+        return std::max<int64_t>(1, std::min(steps() / together, (4 * a.threads + kv_heads - 1) / kv_heads));
+    }
+
+    // The steps of a part, a team of them at a time.
+    void take_steps(const Unit &unit, int64_t kv_head, int64_t part) {
+        const auto nth = [&](int64_t n) { return (part + n / together * parts) * together + n % together; };
+        const int64_t count = (steps() / together - part + parts - 1) / parts * together;
+        for (int64_t n = 0; n < count; n += team) {
+            const int64_t some = std::min(team, count - n);
+            for (int64_t m = 0; m < some; m++) {
+                const int64_t number = nth(n + m) / shared, head = kv_head * shared + nth(n + m) % shared;
+                if (head % shared == 0) bias.wait(number, kv_head);
+                const double d_sink = open(a, g, work.block(head, number), bench.team[m], bench);
+                if (g.d_sinks) sink_sums[(size_t)(head * work.blocks + number)] = d_sink;
+            }
+            for (int64_t j = 0; j < a.keys; j += chunk)
+                for (int64_t m = 0; m < some; m++) advance(a, g, unit, bench.team[m], bias, bench, j, j + chunk);
+            for (int64_t m = 0; m < some; m++) {
+                close(a, g, bench.team[m], bench);
+                if (nth(n + m) % shared == shared - 1) bias.pass(nth(n + m) / shared, kv_head);
+            }
+        }
+    }
+
+    void run_unit(int64_t number) {
+        const int64_t kv_head = number / parts, item = kv_head / a.groups, group = kv_head % a.groups;
+        const float *k = (const float *)a.k + item * a.k_stride[0] + group * a.k_stride[1];
+        const float *v = (const float *)a.v + item * a.v_stride[0] + group * a.v_stride[1];
+        float *const dk = parts == 1 ? bench.dk : sums + number * (dk_size + dv_size);
+        float *const dv = parts == 1 ? bench.dv : dk + dk_size;
+        k = side_by_side(k, a.k_stride[2], a.keys, a.width, bench.k);
+        v = side_by_side(v, a.v_stride[2], a.keys, a.value_width, bench.v);
+        const bool careful = any_mask(a) && !(finite(k, a.keys * a.width) && finite(v, a.keys * a.value_width));
+        std::memset(dk, 0, (size_t)dk_size * sizeof(float));
+        std::memset(dv, 0, (size_t)dv_size * sizeof(float));
+        take_steps({number, k, v, dk, dv, careful}, kv_head, number % parts);
+        if (parts == 1) deliver(kv_head, dk, dv, 0, a.keys);
+    }
+
+    // The rows [first, last) of a kv head's gradients, from the sums of its parts, the first of which are given.
+    void deliver(int64_t kv_head, const float *dk, const float *dv, int64_t first, int64_t last) const {
+        const auto rows = [&](const float *from, int64_t padded, int64_t width, float factor, void *to, const int64_t *stride) {
+            float *at = (float *)to + kv_head / a.groups * stride[0] + kv_head % a.groups * stride[1];
+            for (int64_t j = first; j < last; j++) {
+                for (int64_t x = 0; x < width; x += W) {
+                    F sum = load(from + j * padded + x);
+                    for (int64_t i = 1; i < parts; i++) sum += load(from + i * (dk_size + dv_size) + j * padded + x);
+                    sum *= factor;
+                    if (x + W <= width) store(at + j * stride[2] + x, sum);
+                    else std::memcpy(at + j * stride[2] + x, &sum, (size_t)(width - x) * sizeof(float));
+                }
+            }
+        };
+        if (g.d_k) rows(dk, padded_k, a.width, a.scale, g.d_k, g.d_k_stride);
+        if (g.d_v) rows(dv, padded_v, a.value_width, a.drop_rows ? a.drop_kept : 1.0f, g.d_v, g.d_v_stride);
+    }
+
+  public:
+    Backward(const regard_args &a, const regard_gradients &g)
+        : a(a), g(g), work(a), bias(a, g), kv_heads(a.batch * a.groups), shared(a.heads / a.groups),
+          together(bias.takes_turns() ? shared : 1), parts(count_parts()), padded_k(whole_vectors(a.width)),
+          padded_v(whole_vectors(a.value_width)), dk_size(g.d_k ? a.keys * padded_k : 0),
+          dv_size(g.d_v ? a.keys * padded_v : 0),
+          team(a.keys * (padded_k + padded_v) * 2 * (int64_t)sizeof(float) > (1 << 20) ? BACKWARD_TEAM : 1),
+          chunk(team > 1 ? KEYS : std::max<int64_t>(a.keys, 1)) {
+        bias.prepare(kv_heads * parts, work.blocks);
+        if (parts > 1) {
+            const size_t floats = (size_t)(kv_heads * parts * (dk_size + dv_size));
+            partial.reserve(floats * sizeof(float));
+            sums = partial.take<float>(floats);
+        }
+        if (g.d_sinks) sink_sums.resize((size_t)(a.batch * a.heads * work.blocks));
+    }
+
+    void run() {
+        std::atomic<int64_t> next{0};
+        std::atomic<bool> failed{false};
+#pragma omp parallel num_threads(a.threads)
+        {
+            FlushSubnormals flush;
+            bool ready = true;
+            try {
+                bench.lay(a, team, parts == 1);
+            } catch (const std::bad_alloc &) {
+                ready = false;
+                failed = true;
+            }
+            // Once begun a unit does not fail: another one may be waiting for its turn.
+            for (int64_t i; ready && (i = next.fetch_add(1, std::memory_order_relaxed)) < kv_heads * parts;) run_unit(i);
+            if (parts > 1) {
+                constexpr int64_t ROWS = 64;
+                const int64_t runs = (a.keys + ROWS - 1) / ROWS;
+#pragma omp barrier
+#pragma omp for schedule(static)
+                for (int64_t i = 0; i < kv_heads * runs; i++) {
+                    const int64_t kv_head = i / runs, first = i % runs * ROWS;
+                    const float *dk = sums + kv_head * parts * (dk_size + dv_size);
+                    deliver(kv_head, dk, dk + dk_size, first, std::min(first + ROWS, a.keys));
+                }
+            }
+        }
+        if (failed) throw std::bad_alloc();
+        bias.finish(parts);
+        if (g.d_sinks) {
+            for (int64_t head = 0; head < a.batch * a.heads; head++) {
+                const double *from = sink_sums.data() + head * work.blocks;
+                g.d_sinks[head] = (float)std::accumulate(from, from + work.blocks, 0.0);
+            }
+        }
+    }
+};
+
+}  // namespace

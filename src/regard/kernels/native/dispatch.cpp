@@ -13,6 +13,9 @@ void attention(const regard_args &);
 namespace regard_avx512 {
 void attention(const regard_args &);
 }
+namespace regard_avx512_bf16 {
+void attention(const regard_args &);
+}
 #endif
 
 namespace {
@@ -24,6 +27,7 @@ bool has(int32_t isa) {
     if (isa == REGARD_AVX512)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+    if (isa == REGARD_AVX512_BF16) return has(REGARD_AVX512) && __builtin_cpu_supports("avx512bf16");
 #endif
     return isa == REGARD_PORTABLE;
 }
@@ -37,7 +41,9 @@ bool good_shape(const regard_args &a) {
 }  // namespace
 
 extern "C" int32_t regard_best_isa(void) {
-    return has(REGARD_AVX512) ? REGARD_AVX512 : has(REGARD_AVX2) ? REGARD_AVX2 : REGARD_PORTABLE;
+    int32_t isa = REGARD_AVX512_BF16;
+    while (!has(isa)) isa--;  // each has all that those before it have
+    return isa;
 }
 
 extern "C" uint64_t regard_args_size(void) { return sizeof(regard_args); }
@@ -50,6 +56,7 @@ extern "C" int32_t regard_attention(const regard_args *args) {
     try {
         switch (isa) {
 #if defined(__x86_64__)
+        case REGARD_AVX512_BF16: regard_avx512_bf16::attention(*args); break;
         case REGARD_AVX512: regard_avx512::attention(*args); break;
         case REGARD_AVX2: regard_avx2::attention(*args); break;
 #endif

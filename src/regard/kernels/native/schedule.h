@@ -39,30 +39,31 @@ constexpr int TEAM = 4;
 thread_local Desk team[TEAM];
 thread_local Scratch packed;  // the calling thread's
 
-// Keys or values whose rows lie apart, as in (B, N, H, D), are copied side by side once for all blocks of queries.
-inline const float *pack(const regard_args &a, const float *from, int64_t (&stride)[3], int64_t width) {
-    float *to = packed.take<float>((size_t)(a.batch * a.groups * a.keys * width));
-    constexpr int64_t ROWS = 256;
-    const int64_t runs = (a.keys + ROWS - 1) / ROWS;
+// Keys or values as the blocks of queries want them, copied once for all of them: side by side where their rows lie apart,
+// as in (B, N, H, D), and as T. copy(j, to) fills row j of `rows`.
+template <class T, class From, class Copy>
+const T *pack(const regard_args &a, const From *from, int64_t (&stride)[3], int64_t rows, int64_t width, Copy copy) {
+    T *to = packed.take<T>((size_t)(a.batch * a.groups * rows * width));
+    constexpr int64_t RUN = 128;
+    const int64_t runs = (rows + RUN - 1) / RUN;
 #pragma omp parallel for num_threads(a.threads) schedule(static)
     for (int64_t i = 0; i < a.batch * a.groups * runs; i++) {
-        const int64_t item = i / runs / a.groups, group = i / runs % a.groups, row = i % runs * ROWS;
-        const int64_t last = std::min(row + ROWS, a.keys);
-        float *there = to + (item * a.groups + group) * a.keys * width;
-        const float *here = from + item * stride[0] + group * stride[1];
-        for (int64_t j = row; j < last; j++)
-            std::memcpy(there + j * width, here + j * stride[2], (size_t)width * sizeof(float));
+        const int64_t head = i / runs, row = i % runs * RUN;
+        const From *here = from + head / a.groups * stride[0] + head % a.groups * stride[1];
+        for (int64_t j = row; j < std::min(row + RUN, rows); j++) copy(here, j, to + (head * rows + j) * width);
     }
-    stride[0] = a.groups * a.keys * width;
-    stride[1] = a.keys * width;
+    stride[0] = a.groups * rows * width;
+    stride[1] = rows * width;
     stride[2] = width;
     return to;
 }
 
-inline void plain(const Work &work) {
+template <class T>
+void plain(const Work &work) {
     const regard_args &a = work.a;
     // Where the keys and values of a head outgrow the L2 cache, a few blocks of queries go through them side by side.
-    const bool large = a.keys * (a.width + a.value_width) * (int64_t)sizeof(float) > (1 << 20);
+    const int64_t number = std::is_same_v<T, Pair> ? 2 : 4;  // bytes
+    const bool large = a.keys * (a.width + a.value_width) * number > (1 << 20);
     const int64_t heads = a.batch * a.heads;
     const int64_t size = large && heads * work.blocks >= 4 * TEAM * a.threads ? TEAM : 1;
     const int64_t teams = (work.blocks + size - 1) / size;
@@ -79,11 +80,11 @@ inline void plain(const Work &work) {
             for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < heads * teams;) {
                 const int64_t head = i / teams, first = i % teams * size, count = std::min(size, work.blocks - first);
                 Block blocks[TEAM];
-                for (int64_t m = 0; m < count; m++) start(a, blocks[m] = work.block(head, first + m), team[m]);
+                for (int64_t m = 0; m < count; m++) start<T>(a, blocks[m] = work.block(head, first + m), team[m]);
                 const int64_t step = size == 1 ? a.keys : CHUNK;
                 for (int64_t j = 0; j < a.keys; j += step)
-                    for (int64_t m = 0; m < count; m++) advance<false>(a, blocks[m], team[m], false, j, j + step);
-                for (int64_t m = 0; m < count; m++) finish<false>(a, blocks[m], team[m]);
+                    for (int64_t m = 0; m < count; m++) advance<false, T>(a, blocks[m], team[m], false, j, j + step);
+                for (int64_t m = 0; m < count; m++) finish<false, T>(a, blocks[m], team[m]);
             }
         } catch (const std::bad_alloc &) {
             failed = true;
@@ -93,7 +94,8 @@ inline void plain(const Work &work) {
 }
 
 // Parts of a head are fixed by the shapes and the number of threads; who computes which is not.
-inline void looking(const Work &work) {
+template <class T>
+void looking(const Work &work) {
     const regard_args &a = work.a;
     const int64_t heads = a.batch * a.heads;
     const int64_t parts = std::max<int64_t>(1, std::min(work.blocks, (4 * a.threads + heads - 1) / heads));
@@ -121,7 +123,7 @@ inline void looking(const Work &work) {
                 // Every parts-th block: heavy and light ones alike.
                 for (int64_t b = i % parts; b < work.blocks; b += parts) {
                     const Block block = work.block(i / parts, b);
-                    forward<true>(a, block, desk);
+                    forward<true, T>(a, block, desk);
                     look(a, block, desk, part, cell);
                 }
             }

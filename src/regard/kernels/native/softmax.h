@@ -98,18 +98,23 @@ void exponentials(float *s, int64_t keys, int first, int last, float factor, Row
     over_lanes(first, last, [&](int lane, auto nv) { exponentials_strip<Logs, nv.value>(s, keys, factor, rows, lane); });
 }
 
-// kept = weights, or 0 where dropout's hash of row and column says so. (Unsigned arithmetic wraps; the shift is signed.)
+// Whether dropout keeps a weight, by the hashes of its row and column. (Unsigned arithmetic wraps; the shift is signed.)
+template <class Signed, class Unsigned>
+inline auto stays(Signed row, Signed col, int32_t threshold) {
+    Signed x = (Signed)((Unsigned)(row ^ col) * 0x2C1B3C6Du);
+    x ^= x >> 15;
+    x = (Signed)((Unsigned)x * 0x297A2D39u);
+    return x >= threshold;
+}
+
+// kept = weights, or 0 where dropout's hash of row and column says so.
 inline void drop(const float *p, int64_t keys, int first, int last, const int32_t *row, const int32_t *col,
                  int64_t col_stride, int32_t threshold, float *kept) {
-    typedef uint32_t U __attribute__((vector_size(W * 4)));
     for (int64_t j = 0; j < keys; j++) {
         const I c = broadcast(col[j * col_stride]);
         for (int lane = first; lane < last; lane += W) {
-            I x = load(row + lane) ^ c;
-            x = (I)((U)x * 0x2C1B3C6Du);
-            x ^= x >> 15;
-            x = (I)((U)x * 0x297A2D39u);
-            store(kept + j * LANES + lane, choose(x >= threshold, load(p + j * LANES + lane), F{}));
+            const I stay = stays<I, U>(load(row + lane), c, threshold);
+            store(kept + j * LANES + lane, choose(stay, load(p + j * LANES + lane), F{}));
         }
     }
 }

@@ -33,7 +33,7 @@ FLAGS = (
 AVX512 = "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mf16c -mprefer-vector-width=512"
 INSTRUCTION_SETS = {"portable": ""}
 if platform.machine().lower() in ("x86_64", "amd64"):
-    INSTRUCTION_SETS |= {"avx2": "-mavx2 -mfma -mf16c", "avx512": AVX512}
+    INSTRUCTION_SETS |= {"avx2": "-mavx2 -mfma -mf16c", "avx512": AVX512, "avx512_bf16": f"{AVX512} -mavx512bf16"}
 
 
 def compiler() -> str | None:

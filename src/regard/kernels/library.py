@@ -22,7 +22,7 @@ __all__ = ["CALL", "DTYPES", "GRADIENTS", "Library", "load", "say_once", "why_no
 
 FILE = Path(os.environ.get("REGARD_LIBRARY") or Path(__file__).with_name("libregard_native.so"))
 INSTRUCTION_SETS = ("auto", "portable", "avx2", "avx512", "avx512_bf16")  # in the order of `regard_isa`
-DTYPES = {torch.float32: 0}  # as `regard_dtype`
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `regard_dtype`
 
 # struct regard_args, line by line; P is a pointer, q an int64, i an int32, f a float.
 CALL = struct.Struct(

@@ -9,7 +9,13 @@
 
 extern "C" {
 
-enum regard_isa : int32_t { REGARD_AUTO = 0, REGARD_PORTABLE = 1, REGARD_AVX2 = 2, REGARD_AVX512 = 3 };
+enum regard_isa : int32_t {
+    REGARD_AUTO = 0,
+    REGARD_PORTABLE = 1,
+    REGARD_AVX2 = 2,
+    REGARD_AVX512 = 3,
+    REGARD_AVX512_BF16 = 4,  // with products of bfloat16
+};
 
 enum regard_dtype : int32_t { REGARD_FLOAT32 = 0, REGARD_BFLOAT16 = 1, REGARD_FLOAT16 = 2 };
 

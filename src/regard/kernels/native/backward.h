@@ -45,7 +45,6 @@ struct Bench {
     Scratch scratch;
     Queries team[BACKWARD_TEAM];
     float *out, *p, *ds, *slope, *bias, *clean_k, *clean_v, *k, *v, *dk, *dv;
-    uint8_t *pairs;
     alignas(64) float ones[LANES], scale[LANES];
 
     // `sums`: whether dk and dv are kept here.
@@ -75,9 +74,8 @@ struct Bench {
             take(dv, sums ? a.keys * padded_v : 0);
         };
         cut(false);
-        scratch.reserve(floats * sizeof(float) + (size_t)block);
+        scratch.reserve(floats * sizeof(float));
         cut(true);
-        pairs = scratch.take<uint8_t>((size_t)block);
         for (int i = 0; i < LANES; i++) {
             ones[i] = 1.0f;
             scale[i] = a.scale;
@@ -130,7 +128,7 @@ inline void row_sums(const float *d_out, const float *out, int64_t width, int la
 // gradient of their head's sink: it is a key whose dP is 0.
 inline double open(const regard_args &a, const regard_gradients &g, const Block &block, Queries &to, Bench &bench) {
     to.block = block;
-    to.plan.emplace(a, to.block, bench.pairs);
+    to.plan.emplace(a, to.block);
     const auto rows_at = [&](const void *x, const int64_t *stride) {
         return (const float *)x + block.item * stride[0] + block.head * stride[1] + block.row * stride[2];
     };
@@ -187,7 +185,7 @@ void weigh_strip(const regard_args &a, const int32_t *col, int64_t keys, float s
             const F weight = exp2((rounded(load(p) * scale) - lse[v]) * LOG2_E);
             F d = load(ds), kept = weight;
             if (Drop) {
-                const I here = stays(row[v], c, a.drop_threshold);
+                const I here = stays<I, U>(row[v], c, a.drop_threshold);
                 d = choose(here, d * a.drop_kept, F{});
                 kept = choose(here, weight, F{});
             }

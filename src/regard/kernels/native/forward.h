@@ -26,6 +26,13 @@ class Scratch {
         if (!memory) throw std::bad_alloc();
         size = bytes;
     }
+    // Gives back what is more than `bytes`.
+    void keep(size_t bytes) {
+        if (size <= bytes) return;
+        std::free(memory);
+        memory = nullptr;
+        size = 0;
+    }
     template <class T>
     T *take(size_t count) {
         T *p = reinterpret_cast<T *>(memory + used);
@@ -45,7 +52,7 @@ struct Seen {
 struct Desk {
     Scratch scratch;
     float *q, *o, *s, *kept, *bias, *keys, *values, *strip;
-    uint8_t *pairs;
+    Pair *rounded;  // the weights in pairs of keys
     Rows rows;
     std::vector<Seen> seen;
     std::vector<float> near;  // weights by offset, the largest first
@@ -56,52 +63,113 @@ struct Desk {
 
     void lay(const regard_args &a, bool looking, size_t more) {
         const size_t block = KEYS * LANES, strip = looking ? (size_t)a.keys * LANES : 0;
-        const size_t floats = (a.width + a.value_width) * LANES + 3 * block + KEYS * (a.width + a.value_width) + strip + more;
-        scratch.reserve(floats * 4 + block + 16 * 64);
+        const size_t floats = (a.width + a.value_width) * LANES + 4 * block + KEYS * (a.width + a.value_width) + strip + more;
+        scratch.reserve(floats * 4 + 16 * 64);
         q = scratch.take<float>(a.width * LANES);
         o = scratch.take<float>(a.value_width * LANES);
         s = scratch.take<float>(block);
         kept = scratch.take<float>(block);
         bias = scratch.take<float>(block);
+        rounded = scratch.take<Pair>(block / 2);
         keys = scratch.take<float>(KEYS * a.width);
         values = scratch.take<float>(KEYS * a.value_width);
-        pairs = scratch.take<uint8_t>(block);
         this->strip = looking ? scratch.take<float>(strip) : nullptr;
     }
 };
 
 // Rows that lie apart, side by side: (B, N, H, D) strides land in few sets of the caches and a page each. Copied once per
 // block they cost little; read in place up to a third.
-inline const float *side_by_side(const float *from, int64_t stride, int64_t rows, int64_t width, float *to) {
+template <class T>
+const T *side_by_side(const T *from, int64_t stride, int64_t rows, int64_t width, float *to) {
     if (stride == width) return from;
-    for (int64_t j = 0; j < rows; j++) std::memcpy(to + j * width, from + j * stride, width * sizeof(float));
-    return to;
+    for (int64_t j = 0; j < rows; j++) std::memcpy(to + j * width, from + j * stride, width * sizeof(T));
+    return (const T *)to;
 }
 
-// o += p v where v may hold NaN or inf: what has no weight does not count, and what has gives NaN.
-inline void values_carefully(Desk &desk, const float *v, int64_t stride, const float *p, const Span &span,
-                             int64_t width) {
+// How many T a row of q or k has.
+template <class T>
+int64_t width_of(const regard_args &a) {
+    return std::is_same_v<T, Pair> ? (a.width + 1) / 2 : a.width;
+}
+
+// Whether rows can be read as pairs where they lie; else a copy is made by `to_pairs`.
+inline bool lies_in_pairs(const void *p, const int64_t (&stride)[3], int64_t width) {
+    return ((uintptr_t)p / 2 | (uintptr_t)(stride[0] | stride[1] | stride[2] | width)) % 2 == 0;
+}
+inline void to_pairs(const BFloat16 *from, int64_t width, Pair *to) {
+    std::memset(to + (width - 1) / 2, 0, sizeof *to);  // an odd one has 0 beside it
+    std::memcpy(to, from, (size_t)width * sizeof *from);
+}
+
+// The value of key j, which counts from an even key; pairs hold two keys.
+inline float value_at(const float *v, int64_t stride, int64_t j, int64_t e) { return v[j * stride + e]; }
+inline float value_at(const Pair *v, int64_t stride, int64_t j, int64_t e) {
+    return widened(BFloat16{(uint16_t)((uint32_t)v[j / 2 * stride + e] >> 16 * (j % 2))});
+}
+
+// o += p v
+inline void values_of(const float *v, int64_t stride, const float *p, const Span &span, int64_t width, Desk &desk) {
+    const int64_t keys = span.last - span.first;
+    values(side_by_side(v, stride, keys, width, desk.values), width, p, keys, width, span.lane, span.lanes_end,
+           desk.rows.shrink, desk.o);
+}
+inline void values_of(const Pair *v, int64_t stride, const float *p, const Span &span, int64_t width, Desk &desk) {
+    const int64_t keys = span.last - span.first;
+    for (int64_t j = 0; j < keys; j += 2) {
+        for (int lane = span.lane; lane < span.lanes_end; lane += W) {
+            const float *x = p + j * LANES + lane;
+            store(desk.rounded + j / 2 * LANES + lane, paired(load(x), j + 1 < keys ? load(x + LANES) : F{}));
+        }
+    }
+    values(v, stride, desk.rounded, (keys + 1) / 2, width, span.lane, span.lanes_end, desk.rows.shrink, desk.o);
+}
+
+// The same where v may hold NaN or inf: what has no weight does not count, and what has gives NaN.
+template <class T>
+void values_carefully(const T *v, int64_t stride, const float *p, const Span &span, int64_t width, Desk &desk) {
     const int64_t keys = span.last - span.first;
     for (int64_t j = 0; j < keys; j++) {
         for (int64_t e = 0; e < width; e++) {
-            const float x = v[j * stride + e];
+            const float x = value_at(v, stride, j, e);
             desk.values[j * width + e] = std::isfinite(x) ? x : 0.0f;
         }
     }
     values(desk.values, width, p, keys, width, span.lane, span.lanes_end, desk.rows.shrink, desk.o);
     for (int64_t j = 0; j < keys; j++) {
         for (int64_t e = 0; e < width; e++) {
-            if (std::isfinite(v[j * stride + e])) continue;
+            if (std::isfinite(value_at(v, stride, j, e))) continue;
             for (int i = span.lane; i < span.lanes_end; i++)
                 if (p[j * LANES + i] != 0.0f) desk.o[e * LANES + i] = __builtin_nanf("");
         }
     }
 }
 
+// Whether scores are more than q . k times a positive scale, which alone is left to the exponent's FMA; anything more is
+// computed in base e first.
+inline bool transforms(const regard_args &a) { return a.softcap != 0.0f || a.bias || !(a.scale > 0.0f); }
+// What scores are multiplied by in the exponent, base 2.
+inline float exponent_of(const regard_args &a) { return transforms(a) ? LOG2_E : (float)(a.scale * 1.4426950408889634); }
+
 // The queries into the lanes; nothing is seen yet.
-inline void start(const regard_args &a, const Block &block, Desk &desk) {
-    const float *q = (const float *)a.q + block.item * a.q_stride[0] + block.head * a.q_stride[1] + block.row * a.q_stride[2];
-    rows_to_lanes(q, a.q_stride[2], block.rows, block.lanes, a.width, desk.q);
+template <class T>
+void start(const regard_args &a, const Block &block, Desk &desk) {
+    const int64_t at = block.item * a.q_stride[0] + block.head * a.q_stride[1] + block.row * a.q_stride[2];
+    if constexpr (std::is_same_v<T, Pair>) {
+        // Pairs are turned as if they were floats.
+        const BFloat16 *from = (const BFloat16 *)a.q + at;
+        int64_t stride = a.q_stride[2] / 2;
+        const int64_t width = width_of<Pair>(a);
+        if (!lies_in_pairs(a.q, a.q_stride, a.width)) {
+            for (int i = 0; i < block.rows; i++) to_pairs(from + i * a.q_stride[2], a.width, (Pair *)desk.keys + i * width);
+            from = (const BFloat16 *)desk.keys;
+            stride = width;
+        }
+        rows_to_lanes((const float *)from, stride, block.rows, block.lanes, width, desk.q);
+    } else {
+        with_dtype(a.dtype, [&](auto number) {
+            rows_to_lanes((const decltype(number) *)a.q + at, a.q_stride[2], block.rows, block.lanes, a.width, desk.q);
+        });
+    }
     if (a.out) std::memset(desk.o, 0, sizeof(float) * LANES * a.value_width);
     desk.rows.begin();
     desk.seen.clear();
@@ -114,26 +182,26 @@ inline void start(const regard_args &a, const Block &block, Desk &desk) {
 }
 
 // The keys [from, to): scores, weights, and their sum of values; the rows of `desk` hold the rest. With `Look` the
-// weights stay in the strip.
-template <bool Look>
+// weights stay in the strip. K and V hold T by now, whatever the call's dtype.
+template <bool Look, class T>
 void advance(const regard_args &a, const Block &block, Desk &desk, bool careful, int64_t from, int64_t to) {
-    const float *k = (const float *)a.k + block.item * a.k_stride[0] + block.group * a.k_stride[1];
-    const float *v = (const float *)a.v + block.item * a.v_stride[0] + block.group * a.v_stride[1];
+    const T *k = (const T *)a.k + block.item * a.k_stride[0] + block.group * a.k_stride[1];
+    const T *v = (const T *)a.v + block.item * a.v_stride[0] + block.group * a.v_stride[1], *q = (const T *)desk.q;
+    constexpr int64_t TOGETHER = std::is_same_v<T, Pair> ? 2 : 1;  // keys of a row of v
+    const int64_t width = width_of<T>(a);
     Rows &rows = desk.rows;
-    // A positive scale alone is left to the exponent's FMA; anything more is computed in base e first.
-    const bool transformed = a.softcap != 0.0f || a.bias || !(a.scale > 0.0f);
-    const float factor = desk.exponent = transformed ? LOG2_E : (float)(a.scale * 1.4426950408889634);
-    Plan plan(a, block, desk.pairs);
+    const bool transformed = transforms(a);
+    const float factor = desk.exponent = exponent_of(a);
+    Plan plan(a, block, TOGETHER);
     plan.each(from, to, [&](const Span &span) {
         const int64_t keys = span.last - span.first;
         const int first = span.lane, last = span.lanes_end;
-        const float *key = side_by_side(k + span.first * a.k_stride[2], a.k_stride[2], keys, a.width, desk.keys);
+        const T *key = side_by_side(k + span.first * a.k_stride[2], a.k_stride[2], keys, width, desk.keys);
         float *s = Look ? desk.strip + (span.first - plan.first()) * LANES : desk.s;
         if (!transformed && !span.masked) {
-            scores<true, Look>(key, a.width, keys, desk.q, a.width, first, last, s, rows.top, rows.at,
-                               (int32_t)span.first);
+            scores<true, Look>(key, width, keys, q, width, first, last, s, rows.top, rows.at, (int32_t)span.first);
         } else {
-            scores<false, false>(key, a.width, keys, desk.q, a.width, first, last, s, rows.top, rows.at, 0);
+            scores<false, false>(key, width, keys, q, width, first, last, s, rows.top, rows.at, 0);
             if (transformed) {
                 if (a.bias) {
                     const int64_t *stride = a.bias_stride;
@@ -159,61 +227,67 @@ void advance(const regard_args &a, const Block &block, Desk &desk, bool careful,
                  stride[1], a.drop_threshold, desk.kept);
             p = desk.kept;
         }
-        const float *value = v + span.first * a.v_stride[2];
-        if (careful) {
-            values_carefully(desk, value, a.v_stride[2], p, span, a.value_width);
-        } else {
-            values(side_by_side(value, a.v_stride[2], keys, a.value_width, desk.values), a.value_width, p, keys,
-                   a.value_width, first, last, rows.shrink, desk.o);
-        }
+        const T *value = v + span.first / TOGETHER * a.v_stride[2];
+        careful ? values_carefully(value, a.v_stride[2], p, span, a.value_width, desk)
+                : values_of(value, a.v_stride[2], p, span, a.value_width, desk);
     });
 }
 
-// The sink joins the total, as one more key. Then log-sum-exp, and `factor`: what weights relative to the last base are
-// multiplied by, 1 / total.
+struct RowEnd {
+    float factor;  // what weights relative to the last base are multiplied by: 1 / total
+    float log;     // minus its ln
+    float lse;
+};
+
+// The sink joins the total, as one more key. `before` is the last base, in base e.
+inline RowEnd end_of_row(const regard_args &a, int64_t item, int64_t head, double before, double total) {
+    double base = before, shrink = 1.0;
+    if (a.sinks) {
+        const double sink = a.sinks[item * a.sinks_stride[0] + head * a.sinks_stride[1]];
+        base = total == 0.0 ? sink : std::max(base, sink);
+        shrink = total == 0.0 ? 0.0 : std::exp(before - base);
+        total = total * shrink + (sink == -__builtin_inf() ? 0.0 : std::exp(sink - base));
+    }
+    if (total == 0.0) return {0.0f, -__builtin_inff(), -__builtin_inff()};
+    const float log = std::log((float)total);
+    return {(float)shrink / (float)total, log + (float)(base - before), (float)(base + log)};
+}
+
 inline void conclude(const regard_args &a, const Block &block, Desk &desk) {
     const Rows &rows = desk.rows;
     // From scores as they were compared to base e.
     const double to_e = a.softcap != 0.0f || a.bias || !(a.scale > 0.0f) ? 1.0 : a.scale;
-    const float sink = a.sinks ? a.sinks[block.item * a.sinks_stride[0] + block.head * a.sinks_stride[1]] : 0.0f;
     float *lse = a.lse ? a.lse + block.item * a.lse_stride[0] + block.head * a.lse_stride[1] : nullptr;
     for (int i = 0; i < block.rows; i++) {
-        double base = rows.base[i] * to_e, total = rows.total[i], shrink = 1.0;
-        const double before = base;
-        if (a.sinks) {
-            base = total == 0.0 ? sink : std::max<double>(base, sink);
-            shrink = total == 0.0 ? 0.0 : std::exp(before - base);
-            total = total * shrink + (sink == -__builtin_inff() ? 0.0 : std::exp(sink - base));
-        }
-        const float log = std::log((float)total);
-        desk.factor[i] = total == 0.0 ? 0.0f : (float)shrink / (float)total;
-        desk.log[i] = log + (float)(base - before);
-        if (lse) lse[(block.row + i) * a.lse_stride[2]] = total == 0.0 ? -__builtin_inff() : (float)(base + log);
+        const RowEnd end = end_of_row(a, block.item, block.head, rows.base[i] * to_e, rows.total[i]);
+        desk.factor[i] = end.factor;
+        desk.log[i] = end.log;
+        if (lse) lse[(block.row + i) * a.lse_stride[2]] = end.lse;
     }
     for (int i = block.rows; i < LANES; i++) desk.factor[i] = 0.0f;
 }
 
-template <bool Look>
+template <bool Look, class T>
 void finish(const regard_args &a, const Block &block, Desk &desk) {
     conclude(a, block, desk);
     if (!a.out) return;
-    float *out = (float *)a.out + block.item * a.out_stride[0] + block.head * a.out_stride[1] + block.row * a.out_stride[2];
     alignas(64) float factor[LANES];
     const float kept = a.drop_rows ? a.drop_kept : 1.0f;
     for (int i = 0; i < LANES; i++) factor[i] = desk.factor[i] * kept;
-    const bool finite = lanes_to_rows(desk.o, block.rows, a.value_width, factor, out, a.out_stride[2]);
-    if (!finite && any_mask(a)) {  // maybe 0 * NaN of a key that is hidden: rare, so it may cost
-        start(a, block, desk);
-        advance<Look>(a, block, desk, true, 0, a.keys);
-        lanes_to_rows(desk.o, block.rows, a.value_width, factor, out, a.out_stride[2]);
+    const auto write = [&] {
+        const int64_t at = block.item * a.out_stride[0] + block.head * a.out_stride[1] + block.row * a.out_stride[2];
+        bool finite = true;
+        with_dtype(a.dtype, [&](auto number) {
+            auto *out = (decltype(number) *)a.out + at;
+            finite = lanes_to_rows(desk.o, block.rows, a.value_width, factor, out, a.out_stride[2]);
+        });
+        return finite;
+    };
+    if (!write() && any_mask(a)) {  // maybe 0 * NaN of a key that is hidden: rare, so it may cost
+        start<T>(a, block, desk);
+        advance<Look, T>(a, block, desk, true, 0, a.keys);
+        write();
     }
-}
-
-template <bool Look>
-void forward(const regard_args &a, const Block &block, Desk &desk) {
-    start(a, block, desk);
-    advance<Look>(a, block, desk, false, 0, a.keys);
-    finish<Look>(a, block, desk);
 }
 
 }  // namespace

@@ -5,10 +5,11 @@
 namespace REGARD_NAMESPACE {
 
 // to[x][lane] = from[lane][x] for `rows` lanes and `width` numbers; the lanes beyond up to `lanes` become 0.
-inline void rows_to_lanes(const float *from, int64_t stride, int64_t rows, int lanes, int64_t width, float *to) {
+template <class T>
+void rows_to_lanes(const T *from, int64_t stride, int64_t rows, int lanes, int64_t width, float *to) {
     for (int lane = 0; lane < lanes; lane += W) {
         const int64_t here = rows - lane < W ? (rows > lane ? rows - lane : 0) : W;
-        const float *p = from + lane * stride;
+        const T *p = from + lane * stride;
         int64_t x = 0;
         for (; here > 0 && x + W <= width; x += W) {
             F block[W];
@@ -24,20 +25,20 @@ inline void rows_to_lanes(const float *from, int64_t stride, int64_t rows, int l
             for (int i = 0; i < W; i++) store(to + (x + i) * LANES + lane, block[i]);
         }
         for (; x < width; x++) {
-            for (int i = 0; i < W; i++) to[x * LANES + lane + i] = i < here ? p[i * stride + x] : 0.0f;
+            for (int i = 0; i < W; i++) to[x * LANES + lane + i] = i < here ? widened(p[i * stride + x]) : 0.0f;
         }
     }
 }
 
 // to[lane][x] = from[x][lane] * factor[lane]. False where a number is not finite.
-inline bool lanes_to_rows(const float *from, int64_t rows, int64_t width, const float *factor, float *to,
-                          int64_t stride) {
+template <class T>
+bool lanes_to_rows(const float *from, int64_t rows, int64_t width, const float *factor, T *to, int64_t stride) {
     F odd = {};  // 0 * x is 0, or NaN where x is not finite
     float odd_one = 0.0f;
     for (int64_t lane = 0; lane < rows; lane += W) {
         const int64_t here = rows - lane < W ? rows - lane : W;
         const F f = load(factor + lane);
-        float *p = to + lane * stride;
+        T *p = to + lane * stride;
         int64_t x = 0;
         for (; x + W <= width; x += W) {
             F block[W];
@@ -55,7 +56,7 @@ inline bool lanes_to_rows(const float *from, int64_t rows, int64_t width, const 
             for (int i = 0; i < here; i++) {
                 const float y = from[x * LANES + lane + i] * factor[lane + i];
                 odd_one += y * 0.0f;
-                p[i * stride + x] = y;
+                put(p + i * stride + x, y);
             }
         }
     }

@@ -10,11 +10,13 @@
 // The backward pass has a third one, where queries are what is summed over:
 //
 //     dV (keys x E)      += P^T (keys x lanes) dO (lanes x E)   the width lies along the vectors, P^T is broadcast
+//
+// What is multiplied is T: float, or pairs of bfloat16 numbers, of which half as many fill a width, or the keys of p v.
 #pragma once
 #include <array>
 #include <utility>
 
-#include "simd.h"
+#include "numbers.h"
 
 namespace REGARD_NAMESPACE {
 
@@ -27,19 +29,19 @@ constexpr int rows_of(int nv) { return REGISTERS == 32 ? (nv == 4 ? 6 : nv == 3 
 constexpr int MOST_ROWS = REGISTERS == 32 ? 12 : 10;
 
 // R keys against NV vectors of queries, over some of the width; with `Add` on top of what is in s. `top` is the running maximum of each lane, `at` the key that has it.
-template <int R, int NV, bool Add, bool Max, bool Where>
-void scores_tile(const float *k, int64_t k_stride, const float *q, int64_t width, float *s, float *top, int32_t *at,
+template <int R, int NV, bool Add, bool Max, bool Where, class T>
+void scores_tile(const T *k, int64_t k_stride, const T *q, int64_t width, float *s, float *top, int32_t *at,
                  int32_t key) {
     F sum[R][NV] = {};
     for (int64_t d = 0; d < width; d++) {
-        F x[NV];
+        Vector<T> x[NV];
 #pragma GCC unroll 16
         for (int v = 0; v < NV; v++) x[v] = load(q + d * LANES + v * W);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-            const F y = broadcast(k[r * k_stride + d]);
+            const Vector<T> y = broadcast(k[r * k_stride + d]);
 #pragma GCC unroll 16
-            for (int v = 0; v < NV; v++) sum[r][v] += y * x[v];
+            for (int v = 0; v < NV; v++) sum[r][v] = add_product(sum[r][v], y, x[v]);
         }
     }
 #pragma GCC unroll 16
@@ -62,8 +64,8 @@ void scores_tile(const float *k, int64_t k_stride, const float *q, int64_t width
 }
 
 // R columns of v against NV vectors of weights: o = o * shrink + p v over all keys of a block.
-template <int R, int NV>
-void values_tile(const float *v, int64_t v_stride, const float *p, int64_t keys, const float *shrink, float *o) {
+template <int R, int NV, class T>
+void values_tile(const T *v, int64_t v_stride, const T *p, int64_t keys, const float *shrink, float *o) {
     F sum[R][NV];
 #pragma GCC unroll 16
     for (int c = 0; c < NV; c++) {
@@ -72,14 +74,14 @@ void values_tile(const float *v, int64_t v_stride, const float *p, int64_t keys,
         for (int r = 0; r < R; r++) sum[r][c] = load(o + r * LANES + c * W) * f;
     }
     for (int64_t j = 0; j < keys; j++) {
-        F x[NV];
+        Vector<T> x[NV];
 #pragma GCC unroll 16
         for (int c = 0; c < NV; c++) x[c] = load(p + j * LANES + c * W);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-            const F y = broadcast(v[j * v_stride + r]);
+            const Vector<T> y = broadcast(v[j * v_stride + r]);
 #pragma GCC unroll 16
-            for (int c = 0; c < NV; c++) sum[r][c] += y * x[c];
+            for (int c = 0; c < NV; c++) sum[r][c] = add_product(sum[r][c], y, x[c]);
         }
     }
 #pragma GCC unroll 16
@@ -115,27 +117,29 @@ void rows_tile(const float *p, int64_t lanes, const float *rows, int64_t stride,
     }
 }
 
-using ScoresTile = decltype(&scores_tile<1, 1, false, false, false>);
-using ValuesTile = decltype(&values_tile<1, 1>);
+template <class T>
+using ScoresTile = decltype(&scores_tile<1, 1, false, false, false, T>);
+template <class T>
+using ValuesTile = decltype(&values_tile<1, 1, T>);
 using RowsTile = decltype(&rows_tile<1, 1>);
 
-template <int NV, bool Add, bool Max, bool Where, int... r>
-constexpr std::array<ScoresTile, MOST_ROWS> scores_tiles(std::integer_sequence<int, r...>) {
-    return {(r < rows_of(NV) ? &scores_tile<(r < rows_of(NV) ? r + 1 : 1), NV, Add, Max, Where> : nullptr)...};
+template <int NV, bool Add, bool Max, bool Where, class T, int... r>
+constexpr std::array<ScoresTile<T>, MOST_ROWS> scores_tiles(std::integer_sequence<int, r...>) {
+    return {(r < rows_of(NV) ? &scores_tile<(r < rows_of(NV) ? r + 1 : 1), NV, Add, Max, Where, T> : nullptr)...};
 }
-template <int NV, int... r>
-constexpr std::array<ValuesTile, MOST_ROWS> values_tiles(std::integer_sequence<int, r...>) {
-    return {(r < rows_of(NV) ? &values_tile<(r < rows_of(NV) ? r + 1 : 1), NV> : nullptr)...};
+template <int NV, class T, int... r>
+constexpr std::array<ValuesTile<T>, MOST_ROWS> values_tiles(std::integer_sequence<int, r...>) {
+    return {(r < rows_of(NV) ? &values_tile<(r < rows_of(NV) ? r + 1 : 1), NV, T> : nullptr)...};
 }
 template <int NV, int... r>
 constexpr std::array<RowsTile, MOST_ROWS> rows_tiles(std::integer_sequence<int, r...>) {
     return {(r < rows_of(NV) ? &rows_tile<(r < rows_of(NV) ? r + 1 : 1), NV> : nullptr)...};
 }
 
-template <int NV, bool Add, bool Max, bool Where>
-void scores_strip(const float *k, int64_t k_stride, int64_t keys, const float *q, int64_t width, float *s, float *top,
+template <int NV, bool Add, bool Max, bool Where, class T>
+void scores_strip(const T *k, int64_t k_stride, int64_t keys, const T *q, int64_t width, float *s, float *top,
                   int32_t *at, int32_t key) {
-    static constexpr auto tiles = scores_tiles<NV, Add, Max, Where>(std::make_integer_sequence<int, MOST_ROWS>{});
+    static constexpr auto tiles = scores_tiles<NV, Add, Max, Where, T>(std::make_integer_sequence<int, MOST_ROWS>{});
     constexpr int R = rows_of(NV);
     int64_t j = 0;
     for (; j + R <= keys; j += R)
@@ -144,10 +148,10 @@ void scores_strip(const float *k, int64_t k_stride, int64_t keys, const float *q
         tiles[keys - j - 1](k + j * k_stride, k_stride, q, width, s + j * LANES, top, at, key + (int32_t)j);
 }
 
-template <int NV>
-void values_strip(const float *v, int64_t v_stride, const float *p, int64_t keys, int64_t value_width,
-                  const float *shrink, float *o) {
-    static constexpr auto tiles = values_tiles<NV>(std::make_integer_sequence<int, MOST_ROWS>{});
+template <int NV, class T>
+void values_strip(const T *v, int64_t v_stride, const T *p, int64_t keys, int64_t value_width, const float *shrink,
+                  float *o) {
+    static constexpr auto tiles = values_tiles<NV, T>(std::make_integer_sequence<int, MOST_ROWS>{});
     constexpr int R = rows_of(NV);
     int64_t e = 0;
     for (; e + R <= value_width; e += R) values_tile<R, NV>(v + e, v_stride, p, keys, shrink, o + e * LANES);
@@ -178,16 +182,15 @@ inline void over_lanes(int first, int last, Function f) {
 constexpr int64_t PIECE = W > 4 ? 96 : 32;  // (without FMA products are rounded, too)
 
 // s[j][lane] = k[j] . q[lane]; with `Max` also the running maximum, with `Where` also whose it is.
-template <bool Max, bool Where>
-void scores(const float *k, int64_t k_stride, int64_t keys, const float *q, int64_t width, int first, int last,
-            float *s, float *top, int32_t *at, int32_t key) {
+template <bool Max, bool Where, class T>
+void scores(const T *k, int64_t k_stride, int64_t keys, const T *q, int64_t width, int first, int last, float *s, float *top, int32_t *at, int32_t key) {
     const int64_t pieces = (width + PIECE - 1) / PIECE;
     over_lanes(first, last, [&](int lane, auto nv) {
         constexpr int NV = nv.value;
         int64_t d = 0;
         for (int64_t i = 0; i < pieces; i++) {
             const int64_t next = width * (i + 1) / pieces, some = next - d;
-            const float *x = k + d, *y = q + d * LANES + lane;
+            const T *x = k + d, *y = q + d * LANES + lane;
             float *to = s + lane, *tops = Max ? top + lane : nullptr;
             int32_t *places = Where ? at + lane : nullptr;
             if (i + 1 < pieces) {
@@ -203,8 +206,9 @@ void scores(const float *k, int64_t k_stride, int64_t keys, const float *q, int6
 }
 
 // o[e][lane] = o[e][lane] * shrink[lane] + sum_j v[j][e] p[j][lane]
-inline void values(const float *v, int64_t v_stride, const float *p, int64_t keys, int64_t value_width, int first,
-                   int last, const float *shrink, float *o) {
+template <class T>
+void values(const T *v, int64_t v_stride, const T *p, int64_t keys, int64_t value_width, int first, int last,
+            const float *shrink, float *o) {
     over_lanes(first, last, [&](int lane, auto nv) {
         values_strip<nv.value>(v, v_stride, p + lane, keys, value_width, shrink + lane, o + lane);
     });

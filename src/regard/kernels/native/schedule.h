@@ -39,47 +39,49 @@ constexpr int64_t STRIPS = 4 << 20;  // bytes of strips that a thread keeps
 thread_local Desk team[TEAM];
 thread_local Scratch packed;  // the calling thread's
 
-// Keys or values whose rows lie apart, as in (B, N, H, D), are copied side by side once for all blocks of queries.
-inline const float *pack(const regard_args &a, const float *from, int64_t (&stride)[3], int64_t width) {
-    float *to = packed.take<float>((size_t)(a.batch * a.groups * a.keys * width));
-    constexpr int64_t ROWS = 256;
-    const int64_t runs = (a.keys + ROWS - 1) / ROWS;
+// Keys or values as the blocks of queries want them, copied once for all of them: side by side where their rows lie apart,
+// as in (B, N, H, D), and as T. copy(j, to) fills row j of `rows`.
+template <class T, class From, class Copy>
+const T *pack(const regard_args &a, const From *from, int64_t (&stride)[3], int64_t rows, int64_t width, Copy copy) {
+    T *to = packed.take<T>((size_t)(a.batch * a.groups * rows * width));
+    constexpr int64_t RUN = 128;
+    const int64_t runs = (rows + RUN - 1) / RUN;
 #pragma omp parallel for num_threads(a.threads) schedule(static)
     for (int64_t i = 0; i < a.batch * a.groups * runs; i++) {
-        const int64_t item = i / runs / a.groups, group = i / runs % a.groups, row = i % runs * ROWS;
-        const int64_t last = std::min(row + ROWS, a.keys);
-        float *there = to + (item * a.groups + group) * a.keys * width;
-        const float *here = from + item * stride[0] + group * stride[1];
-        for (int64_t j = row; j < last; j++)
-            std::memcpy(there + j * width, here + j * stride[2], (size_t)width * sizeof(float));
+        const int64_t head = i / runs, row = i % runs * RUN;
+        const From *here = from + head / a.groups * stride[0] + head % a.groups * stride[1];
+        for (int64_t j = row; j < std::min(row + RUN, rows); j++) copy(here, j, to + (head * rows + j) * width);
     }
-    stride[0] = a.groups * a.keys * width;
-    stride[1] = a.keys * width;
+    stride[0] = a.groups * rows * width;
+    stride[1] = rows * width;
     stride[2] = width;
     return to;
 }
 
 // A team of blocks through all keys, side by side: chunk by chunk, so that the keys and values of a chunk are read from the
 // L2 cache by all but the first.
-template <bool Look>
+template <bool Look, class T>
 void go_through(const regard_args &a, const Block *blocks, int64_t count) {
-    for (int64_t m = 0; m < count; m++) start(a, blocks[m], team[m]);
+    for (int64_t m = 0; m < count; m++) start<T>(a, blocks[m], team[m]);
     const int64_t step = count == 1 ? a.keys : CHUNK;
     for (int64_t j = 0; j < a.keys; j += step)
-        for (int64_t m = 0; m < count; m++) advance<Look>(a, blocks[m], team[m], false, j, j + step);
-    for (int64_t m = 0; m < count; m++) finish<Look>(a, blocks[m], team[m]);
+        for (int64_t m = 0; m < count; m++) advance<Look, T>(a, blocks[m], team[m], false, j, j + step);
+    for (int64_t m = 0; m < count; m++) finish<Look, T>(a, blocks[m], team[m]);
 }
 
 // How many blocks of queries make a team: 1, unless the keys and values of a head outgrow the L2 cache.
-inline int64_t team_size(const Work &work) {
+template <class T>
+int64_t team_size(const Work &work) {
     const regard_args &a = work.a;
-    const bool large = a.keys * (a.width + a.value_width) * (int64_t)sizeof(float) > (1 << 20);
+    const int64_t number = std::is_same_v<T, Pair> ? 2 : 4;  // bytes
+    const bool large = a.keys * (a.width + a.value_width) * number > (1 << 20);
     return large && a.batch * a.heads * work.blocks >= 4 * TEAM * a.threads ? TEAM : 1;
 }
 
-inline void plain(const Work &work) {
+template <class T>
+void plain(const Work &work) {
     const regard_args &a = work.a;
-    const int64_t heads = a.batch * a.heads, size = team_size(work);
+    const int64_t heads = a.batch * a.heads, size = team_size<T>(work);
     const int64_t teams = (work.blocks + size - 1) / size;
     std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
@@ -95,7 +97,7 @@ inline void plain(const Work &work) {
                 const int64_t head = i / teams, first = i % teams * size, count = std::min(size, work.blocks - first);
                 Block blocks[TEAM];
                 for (int64_t m = 0; m < count; m++) blocks[m] = work.block(head, first + m);
-                go_through<false>(a, blocks, count);
+                go_through<false, T>(a, blocks, count);
             }
         } catch (const std::bad_alloc &) {
             failed = true;
@@ -105,14 +107,15 @@ inline void plain(const Work &work) {
 }
 
 // Parts of a head are fixed by the shapes and the number of threads; who computes which is not.
-inline void looking(const Work &work) {
+template <class T>
+void looking(const Work &work) {
     const regard_args &a = work.a;
     const int64_t heads = a.batch * a.heads;
     const int64_t parts = std::max<int64_t>(1, std::min(work.blocks, (4 * a.threads + heads - 1) / heads));
     const int64_t sums_size = part_size(a), offsets = a.offsets_before + 1 + a.offsets_after;
     // Each of a team keeps a strip of its weights: no more of them than the caches hold.
     const int64_t strip = a.keys * LANES * (int64_t)sizeof(float);
-    const int64_t size = std::max<int64_t>(1, std::min(team_size(work), STRIPS / strip));
+    const int64_t size = std::max<int64_t>(1, std::min(team_size<T>(work), STRIPS / strip));
     std::vector<float> sums((size_t)(heads * parts * sums_size), 0.0f);
     const auto part_at = [&](int64_t number) {
         float *p = sums.data() + number * sums_size;
@@ -142,7 +145,7 @@ inline void looking(const Work &work) {
                     int64_t count = 0;
                     for (int64_t other = b; count < size && other < work.blocks; other += parts)
                         blocks[count++] = work.block(i / parts, other);
-                    go_through<true>(a, blocks, count);
+                    go_through<true, T>(a, blocks, count);
                     for (int64_t m = 0; m < count; m++) look(a, blocks[m], team[m], part, cell);
                 }
             }

@@ -23,6 +23,7 @@ constexpr int REGISTERS = 16;
 
 typedef float F __attribute__((vector_size(W * 4)));
 typedef int32_t I __attribute__((vector_size(W * 4)));
+typedef uint32_t U __attribute__((vector_size(W * 4)));
 
 inline F load(const float *p) {
     F x;
@@ -38,6 +39,9 @@ inline void store(float *p, F x) { std::memcpy(p, &x, sizeof x); }
 inline void store(int32_t *p, I x) { std::memcpy(p, &x, sizeof x); }
 inline F broadcast(float x) { return x - F{}; }  // (0 + x would be an addition: it makes 0 of -0)
 inline I broadcast(int32_t x) { return x - I{}; }
+
+template <class T>
+using Vector = decltype(load((const T *)nullptr));
 
 // The larger of two; a NaN in b stays, one in a is lost.
 inline F larger(F a, F b) {
@@ -165,6 +169,18 @@ inline F sums(F (&x)[W]) {
         }
     }
     return x[0];
+}
+
+template <int by, int... lane>
+inline F rotate(F x, std::integer_sequence<int, lane...>) {
+    return __builtin_shuffle(x, I{((lane + by) % W)...});
+}
+
+// The largest of W numbers; a NaN may be lost.
+template <int by = W / 2>
+inline float largest(F x) {
+    if constexpr (by == 0) return x[0];
+    else return largest<by / 2>(larger(x, rotate<by>(x, std::make_integer_sequence<int, W>{})));
 }
 
 // Subnormal numbers cost hundreds of cycles each, and saturated softmax is full of them: none while this lives.

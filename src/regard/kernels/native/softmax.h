@@ -66,7 +66,8 @@ inline void maxima(const float *s, int64_t keys, int first, int last, Rows &rows
 // s becomes 2 ** ((s - base) * factor) with the base of the new maximum; sums follow.
 template <bool Logs, int NV>
 void exponentials_strip(float *s, int64_t keys, float factor, Rows &rows, int lane) {
-    F base[NV], total[NV], logs[NV];
+    // What these keys add up to is added as a whole: sums of sums have less rounding error than long ones.
+    F base[NV], total[NV] = {}, logs[NV] = {};
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) {
         const int i = lane + v * W;
@@ -76,8 +77,8 @@ void exponentials_strip(float *s, int64_t keys, float factor, Rows &rows, int la
         // A sum of 0 has no base yet: whatever it is shrunk by must not be inf.
         const F fall = choose(sum == 0.0f, F{}, (before - base[v]) * factor);
         const F shrink = exp2(fall);
-        total[v] = sum * shrink;
-        logs[v] = Logs ? (load(rows.logs + i) + sum * fall) * shrink : F{};
+        store(rows.total + i, sum * shrink);
+        if (Logs) store(rows.logs + i, (load(rows.logs + i) + sum * fall) * shrink);
         store(rows.shrink + i, shrink);
         store(rows.base + i, base[v]);
     }
@@ -94,8 +95,9 @@ void exponentials_strip(float *s, int64_t keys, float factor, Rows &rows, int la
     }
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) {
-        store(rows.total + lane + v * W, total[v]);
-        if (Logs) store(rows.logs + lane + v * W, logs[v]);
+        const int i = lane + v * W;
+        store(rows.total + i, load(rows.total + i) + total[v]);
+        if (Logs) store(rows.logs + i, load(rows.logs + i) + logs[v]);
     }
 }
 
@@ -104,24 +106,23 @@ void exponentials(float *s, int64_t keys, int first, int last, float factor, Row
     over_lanes(first, last, [&](int lane, auto nv) { exponentials_strip<Logs, nv.value>(s, keys, factor, rows, lane); });
 }
 
-// Whether dropout's hash of row and column lets a weight stay. (Unsigned arithmetic wraps; the shift is signed.)
-inline I stays(I row, I col, int32_t threshold) {
-    typedef uint32_t U __attribute__((vector_size(W * 4)));
-    I x = row ^ col;
-    x = (I)((U)x * 0x2C1B3C6Du);
+// Whether dropout keeps a weight, by the hashes of its row and column. (Unsigned arithmetic wraps; the shift is signed.)
+template <class Signed, class Unsigned>
+inline auto stays(Signed row, Signed col, int32_t threshold) {
+    Signed x = (Signed)((Unsigned)(row ^ col) * 0x2C1B3C6Du);
     x ^= x >> 15;
-    x = (I)((U)x * 0x297A2D39u);
+    x = (Signed)((Unsigned)x * 0x297A2D39u);
     return x >= threshold;
 }
 
-// kept = weights, or 0 where dropout takes them.
+// kept = weights, or 0 where dropout's hash of row and column says so.
 inline void drop(const float *p, int64_t keys, int first, int last, const int32_t *row, const int32_t *col,
                  int64_t col_stride, int32_t threshold, float *kept) {
     for (int64_t j = 0; j < keys; j++) {
         const I c = broadcast(col[j * col_stride]);
         for (int lane = first; lane < last; lane += W) {
-            const I kept_here = stays(load(row + lane), c, threshold);
-            store(kept + j * LANES + lane, choose(kept_here, load(p + j * LANES + lane), F{}));
+            const I stay = stays<I, U>(load(row + lane), c, threshold);
+            store(kept + j * LANES + lane, choose(stay, load(p + j * LANES + lane), F{}));
         }
     }
 }

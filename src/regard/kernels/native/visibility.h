@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "args.h"
+#include "bits.h"
 #include "micro.h"
 
 namespace REGARD_NAMESPACE {
@@ -27,28 +28,35 @@ inline bool any_mask(const regard_args &a) {
     return a.causal || a.before >= 0 || a.after >= 0 || a.key_start || a.key_end || a.q_docs || a.mask;
 }
 
+// The keys [first, second) that causality, the window and padding leave to a query.
+inline std::pair<int64_t, int64_t> range_of(const regard_args &a, int64_t item, int64_t row) {
+    const int64_t position = a.q_start + row;
+    int64_t from = a.key_start ? std::max<int64_t>(a.key_start[item], 0) : 0;
+    int64_t to = a.key_end ? std::min(a.key_end[item], a.keys) : a.keys;
+    if (a.before >= 0) from = std::max(from, position - a.before);
+    if (a.after >= 0) to = std::min(to, position + a.after + 1);
+    if (a.causal) to = std::min(to, position + 1);
+    return {std::min(from, a.keys), std::max<int64_t>(to, 0)};
+}
+
 class Plan {
+    static_assert(LANES == 64 && KEYS == 64, "a dense mask is a square of bits");
     const regard_args &a;
     const Block &block;
     alignas(64) int32_t low[LANES], high[LANES], docs[LANES];
     int32_t low_least[LANES / COLUMN], low_most[LANES / COLUMN], high_least[LANES / COLUMN], high_most[LANES / COLUMN];
     int64_t all_low = 0, all_high = 0, begin = 0, end = 0;  // seen by all, seen by some
-    uint8_t *pairs;                                         // (KEYS, LANES): the dense mask's part
+    uint64_t pairs[KEYS] = {};                              // the dense mask's part: bit i of word j for lane i, key j
     bool dense = false;
 
   public:
-    Plan(const regard_args &a, const Block &block, uint8_t *pairs) : a(a), block(block), pairs(pairs) {
-        const int64_t start = a.key_start ? std::max<int64_t>(a.key_start[block.item], 0) : 0;
-        const int64_t stop = a.key_end ? std::min(a.key_end[block.item], a.keys) : a.keys;
+    // Spans begin with multiples of `step`, 1 or 2.
+    Plan(const regard_args &a, const Block &block, int64_t step = 1) : a(a), block(block) {
         for (int i = 0; i < block.lanes; i++) {
             const int64_t row = block.row + std::min(i, block.rows - 1);
-            const int64_t position = a.q_start + row;
-            int64_t from = start, to = stop;
-            if (a.before >= 0) from = std::max(from, position - a.before);
-            if (a.after >= 0) to = std::min(to, position + a.after + 1);
-            if (a.causal) to = std::min(to, position + 1);
-            low[i] = (int32_t)std::min(from, a.keys);
-            high[i] = (int32_t)std::max<int64_t>(to, 0);
+            const auto [from, to] = range_of(a, block.item, row);
+            low[i] = (int32_t)from;
+            high[i] = (int32_t)to;
             if (a.q_docs) docs[i] = a.q_docs[block.item * a.q_docs_stride + row];
         }
         all_high = begin = a.keys;
@@ -63,6 +71,9 @@ class Plan {
             begin = std::min<int64_t>(begin, low_least[c]);
             end = std::max<int64_t>(end, high_most[c]);
         }
+        begin -= begin % step;
+        all_low += all_low % step;
+        if (all_high < end) all_high -= all_high % step;
     }
 
     int64_t first() const { return begin; }
@@ -105,11 +116,7 @@ class Plan {
                 const I key = broadcast((int32_t)j);
                 I visible = (from <= key) & (to > key);
                 if (key_docs) visible &= doc == broadcast(key_docs[j]);
-                if (dense) {
-                    I bytes;
-                    for (int i = 0; i < W; i++) bytes[i] = pairs[at * LANES + lane + i];
-                    visible &= bytes != 0;
-                }
+                if (dense) visible &= spread(pairs[at] >> lane);
                 float *p = s + at * LANES + lane;
                 store(p, choose(visible, load(p), nothing));
             }
@@ -128,25 +135,32 @@ class Plan {
         return true;
     }
 
-    // The dense mask's part, transposed; false where it hides everything.
+    // The dense mask's part; false where it hides everything.
     bool pairwise(Span &span) {
         dense = false;
         if (!a.mask) return true;
-        const int64_t *stride = a.mask_stride;
-        const uint8_t *from = a.mask + block.item * stride[0] + block.head * stride[1] + block.row * stride[2];
-        uint8_t some = 0, every = 1;
-        for (int i = span.lane; i < span.lanes_end; i++) {
-            const uint8_t *row = from + std::min(i, block.rows - 1) * stride[2] + span.first * stride[3];
-            for (int64_t j = 0; j < span.last - span.first; j++) {
-                const uint8_t seen = row[j * stride[3]] != 0;
-                pairs[j * LANES + i] = seen;
-                some |= seen;
-                every &= seen;
+        const int64_t *stride = a.mask_stride, keys = span.last - span.first;
+        const uint8_t *from = a.mask + block.item * stride[0] + block.head * stride[1] + block.row * stride[2] +
+                              span.first * stride[3];
+        uint64_t every = ~0ull, some = 0;  // a bit for each key
+        uint8_t bytes[64] = {};
+        const int rows = std::min(span.lanes_end, block.rows);
+        for (int i = span.lane; i < rows; i++) {
+            if (i == span.lane || stride[2] != 0) {  // or the same for all queries, as where keys are padding
+                const uint8_t *row = from + i * stride[2];
+                if (keys == KEYS && stride[3] == 1) std::memcpy(bytes, row, KEYS);
+                else for (int64_t j = 0; j < keys; j++) bytes[j] = row[j * stride[3]];
+                pairs[i] = bits_of(bytes);
+                every &= pairs[i];
+                some |= pairs[i];
+            } else {
+                pairs[i] = pairs[span.lane];
             }
         }
         if (!some) return false;
-        dense = !every;
+        dense = (~every << (KEYS - keys)) != 0;
         span.masked |= dense;
+        if (dense) transpose(pairs);  // the lanes' bits are their rows': those outside of the span are never asked for
         return true;
     }
 };

@@ -1,0 +1,437 @@
+// Few queries against many keys, as when text is generated: the time is that of reading K and V. So both are read once
+// for all queries of their head, in the dtype they have, and the layout is the other way round: here *keys and widths*
+// lie along the lanes.
+//
+//     s (queries x keys)   = q (queries x D) . K (keys x D)     whole vectors of a key's row; W sums at a time
+//     o (queries x E)     += p (queries x keys) V (keys x E)    V's rows as they lie; p is broadcast
+//
+// The keys of a head are cut into pieces, enough for all threads; each piece gives its maximum, sum and output, and
+// these are joined in their order.
+#pragma once
+#include <omp.h>
+
+#include <atomic>
+#include <tuple>
+
+#include "forward.h"
+#include "numbers.h"
+
+namespace REGARD_NAMESPACE {
+
+constexpr int64_t MOST = 128;      // queries of one head of keys
+constexpr int64_t RUN = 256;       // keys at a time: their scores become weights together
+constexpr int64_t AHEAD = 512;     // numbers that are fetched ahead of the next rows
+constexpr int64_t SHORTEST = 256;  // piece, in keys
+
+inline int64_t padded(int64_t count) { return (count + W - 1) / W * W; }
+
+// Rows whose width is no multiple of W, padded with 0 to one.
+template <class T>
+void pad(const T *from, int64_t stride, int64_t rows, int64_t width, float *to) {
+    const int64_t whole = width / W * W;
+    for (int64_t j = 0; j < rows; j++, from += stride, to += padded(width)) {
+        for (int64_t x = 0; x < whole; x += W) store(to + x, load(from + x));
+        if (whole < width) store(to + whole, load_some(from + whole, width - whole));
+    }
+}
+
+// A vector of what queries that hold Q are multiplied with: bfloat16 in pairs, all else widened.
+template <class Q, class T>
+inline auto operand(const T *p) {
+    if constexpr (std::is_same_v<Q, float>) return load(p);
+    else return load((const Pair *)p);
+}
+
+// QT queries against W keys, of which `keys` are there (the last one stands in for the others).
+template <int QT, class T, class Q>
+void meet(const T *k, int64_t stride, int64_t keys, const Q *q, int64_t width, float *s) {
+    constexpr int KT = W / QT, STEP = W * (int)(sizeof(float) / sizeof(Q));
+    for (int64_t j = 0; j < keys; j += KT) {
+        F sum[W];
+        // Key by key, as they lie in memory: the CPU fetches ahead of one stream, and not of many side by side.
+#pragma GCC unroll 16
+        for (int i = 0; i < KT; i++) {
+            const T *key = k + std::min(j + i, keys - 1) * stride;
+            F one[QT];
+#pragma GCC unroll 16
+            for (int n = 0; n < QT; n++) one[n] = F{};
+#pragma GCC unroll 4
+            for (int64_t d = 0; d < width; d += STEP) {
+                const auto y = operand<Q>(key + d);
+#pragma GCC unroll 16
+                for (int n = 0; n < QT; n++) one[n] = add_product(one[n], operand<Q>(q + n * width + d), y);
+            }
+#pragma GCC unroll 16
+            for (int n = 0; n < QT; n++) sum[n * KT + i] = one[n];
+        }
+        alignas(64) float all[W];
+        store(all, sums(sum));
+#pragma GCC unroll 16
+        for (int n = 0; n < QT; n++) std::memcpy(s + n * RUN + j, all + n * KT, KT * sizeof(float));
+    }
+}
+
+// ET vectors of a row. Two vectors of bfloat16 come as the even numbers and the odd ones, which is the cheapest way to
+// widen them; `in_order` is for results. (Widths of a single vector more are taken as they are.)
+template <int ET, class T>
+inline void widen_row(const T *p, F (&y)[ET]) {
+    if constexpr (std::is_same_v<T, BFloat16> && ET % 2 == 0) {
+#pragma GCC unroll 16
+        for (int x = 0; x < ET; x += 2) {
+            const I both = load((const Pair *)(p + x * W));
+            y[x] = (F)(both << 16);
+            y[x + 1] = (F)(both & ~0xffff);
+        }
+    } else {
+#pragma GCC unroll 16
+        for (int x = 0; x < ET; x++) y[x] = load(p + x * W);
+    }
+}
+
+// o = o * shrink + p v for QT queries and ET vectors of the width.
+template <int QT, int ET, class T>
+void weigh(const T *v, int64_t stride, int64_t keys, const float *p, const float *shrink, float *o, int64_t row) {
+    F sum[QT][ET];
+#pragma GCC unroll 16
+    for (int n = 0; n < QT; n++) {
+#pragma GCC unroll 16
+        for (int x = 0; x < ET; x++) sum[n][x] = load(o + n * row + x * W) * shrink[n];
+    }
+    for (int64_t j = 0; j < keys; j++) {
+        F y[ET];
+        widen_row(v + j * stride, y);
+#pragma GCC unroll 16
+        for (int n = 0; n < QT; n++) {
+            const F w = broadcast(p[n * RUN + j]);
+#pragma GCC unroll 16
+            for (int x = 0; x < ET; x++) sum[n][x] += w * y[x];
+        }
+    }
+#pragma GCC unroll 16
+    for (int n = 0; n < QT; n++) {
+#pragma GCC unroll 16
+        for (int x = 0; x < ET; x++) store(o + n * row + x * W, sum[n][x]);
+    }
+}
+
+// f(n, size as a type) for tiles of [first, last): of `size` as long as there are so many, then of half of it, and so on.
+template <int size, class Function>
+inline void over_tiles(int64_t first, int64_t last, Function f) {
+    for (; first + size <= last; first += size) f(first, std::integral_constant<int, size>{});
+    if constexpr (size > 1) over_tiles<size / 2>(first, last, f);
+}
+
+// The queries of one head of keys, and how far they are. Query n is row n % N of query head n / N of the group.
+template <class T>
+class Reading {
+    const regard_args &a;
+    const int64_t item, group, count, q_row, o_row;
+    const T *k, *v;
+    float *q, *s, *o, *rows;
+    int64_t low[MOST], high[MOST];
+    float top[MOST], base[MOST], shrink[MOST];
+    F total[MOST];
+
+    // Whether q and k are multiplied in pairs: bfloat16 and of whole vectors.
+    static constexpr bool CAN_PAIR = PAIRS && std::is_same_v<T, BFloat16>;
+    bool paired() const { return CAN_PAIR && a.width % (2 * W) == 0; }
+    int64_t head_of(int64_t n) const { return group * (a.heads / a.groups) + n / a.queries; }
+
+  public:
+    Reading(const regard_args &a, int64_t item, int64_t group, Scratch &scratch, float *o)
+        : a(a), item(item), group(group), count(a.queries * (a.heads / a.groups)), q_row(padded(a.width)),
+          o_row(padded(a.value_width)), o(o) {
+        k = (const T *)a.k + item * a.k_stride[0] + group * a.k_stride[1];
+        v = (const T *)a.v + item * a.v_stride[0] + group * a.v_stride[1];
+        const int64_t more = RUN * std::max(q_row, o_row);
+        scratch.reserve((size_t)(count * (q_row + RUN) + more) * sizeof(float) + 3 * 64);
+        q = scratch.take<float>((size_t)(count * q_row));
+        s = scratch.take<float>((size_t)(count * RUN));
+        rows = scratch.take<float>((size_t)more);
+        for (int64_t n = 0; n < count; n++) {
+            const int64_t row = n % a.queries;
+            const T *from = (const T *)a.q + item * a.q_stride[0] + head_of(n) * a.q_stride[1] + row * a.q_stride[2];
+            if (paired()) std::memcpy((T *)q + n * q_row, from, (size_t)q_row * sizeof(T));
+            else pad(from, 0, 1, a.width, q + n * q_row);
+            std::tie(low[n], high[n]) = range_of(a, item, row);
+        }
+    }
+
+    // The keys [from, to): scores, weights, and their sum of values.
+    void read(int64_t from, int64_t to, bool careful) {
+        const bool transformed = transforms(a);
+        const float factor = exponent_of(a);
+        std::memset(o, 0, (size_t)(count * o_row) * sizeof(float));
+        for (int64_t n = 0; n < count; n++) top[n] = -__builtin_inff(), base[n] = 0.0f, total[n] = F{};
+        for (int64_t j = from; j < to; j += RUN) {
+            const int64_t keys = std::min(RUN, to - j);
+            prefetch(v + j * a.v_stride[2], a.v_stride[2], a.value_width, keys);
+            if constexpr (CAN_PAIR) paired() ? score((const T *)q, j, keys) : score(q, j, keys);
+            else score(q, j, keys);
+            for (int64_t n = 0; n < count; n++) {
+                if (transformed) transform(n, j, keys);
+                hide(n, j, keys);
+                soften(n, keys, factor);
+                if (a.drop_rows) drop(n, j, keys);
+            }
+            prefetch(k + (j + keys) * a.k_stride[2], a.k_stride[2], a.width, to - j - keys);
+            if (a.out) careful ? add_carefully(j, keys) : add(j, keys);
+        }
+        if (std::is_same_v<T, BFloat16> && !careful && a.value_width % W == 0) in_order();
+    }
+
+    bool finite() const {
+        F odd = {};  // 0 * x is 0, or NaN where x is not finite
+        for (int64_t x = 0; x < count * o_row; x += W) odd += load(o + x) * 0.0f;
+        return !any(odd != odd);
+    }
+
+    // The maximum and the sum of each query.
+    void tell(float *maxima, float *sums) const {
+        for (int64_t n = 0; n < count; n++) {
+            maxima[n] = base[n];
+            sums[n] = 0.0f;
+            for (int i = 0; i < W; i++) sums[n] += total[n][i];
+        }
+    }
+
+  private:
+    // f(rows, their stride), padded where that is needed.
+    template <class Function>
+    void with_whole_vectors(const T *from, int64_t stride, int64_t count, int64_t width, Function f) {
+        if (width % W == 0) return f(from, stride);
+        pad(from, stride, count, width, rows);
+        f((const float *)rows, padded(width));
+    }
+
+    // The beginning of what is read next: the CPU fetches ahead by itself once it is under way.
+    static void prefetch(const T *rows, int64_t stride, int64_t width, int64_t count) {
+        const int64_t line = 64 / (int64_t)sizeof(T);
+        count = std::min(count, AHEAD / width);
+        for (int64_t j = 0; j < count; j++)
+            for (int64_t x = 0; x < width; x += line) __builtin_prefetch(rows + j * stride + x, 0, 2);
+    }
+
+    template <class Q>
+    void score(const Q *q, int64_t first, int64_t keys) {
+        for (int64_t j = 0; j < keys; j += W) {
+            const int64_t some = std::min<int64_t>(W, keys - j);
+            with_whole_vectors(k + (first + j) * a.k_stride[2], a.k_stride[2], some, a.width, [&](const auto *key, int64_t stride) {
+                over_tiles<(W > 4 ? 4 : 2)>(0, count, [&](int64_t n, auto qt) {
+                    meet<qt.value>(key, stride, some, q + n * q_row, q_row, s + n * RUN + j);
+                });
+            });
+        }
+    }
+
+    void transform(int64_t n, int64_t first, int64_t keys) {
+        float *row = s + n * RUN;
+        const float inner = a.softcap != 0.0f ? a.scale / a.softcap : a.scale;
+        for (int64_t j = 0; j < keys; j += W) {
+            const F x = load(row + j) * inner;
+            store(row + j, a.softcap != 0.0f ? tanh(x) * a.softcap : x);
+        }
+        if (!a.bias) return;
+        const int64_t *stride = a.bias_stride;
+        const float *bias = a.bias + item * stride[0] + head_of(n) * stride[1] + n % a.queries * stride[2] + first * stride[3];
+        for (int64_t j = 0; j < keys; j++) row[j] += bias[j * stride[3]];
+    }
+
+    // -inf for each hidden key, and for what is beyond the last one up to a whole vector.
+    void hide(int64_t n, int64_t first, int64_t keys) {
+        constexpr float NOTHING = -__builtin_inff();
+        float *row = s + n * RUN;
+        for (int64_t j = keys; j < padded(keys); j++) row[j] = NOTHING;
+        for (int64_t j = 0; j < std::min(low[n] - first, keys); j++) row[j] = NOTHING;
+        for (int64_t j = std::max<int64_t>(high[n] - first, 0); j < keys; j++) row[j] = NOTHING;
+        if (a.q_docs) {
+            const int32_t doc = a.q_docs[item * a.q_docs_stride + n % a.queries];
+            const int32_t *docs = a.k_docs + item * a.k_docs_stride + first;
+            for (int64_t j = 0; j < keys; j++) row[j] = docs[j] == doc ? row[j] : NOTHING;
+        }
+        if (a.mask) {
+            const int64_t *stride = a.mask_stride;
+            const uint8_t *mask = a.mask + item * stride[0] + head_of(n) * stride[1] + n % a.queries * stride[2] + first * stride[3];
+            for (int64_t j = 0; j < keys; j++) row[j] = mask[j * stride[3]] ? row[j] : NOTHING;
+        }
+    }
+
+    // Scores to weights relative to the running maximum; as `exponentials`, with keys along the lanes.
+    void soften(int64_t n, int64_t keys, float factor) {
+        float *row = s + n * RUN;
+        F most = load(row);
+        for (int64_t j = W; j < keys; j += W) most = larger(most, load(row + j));
+        top[n] = std::max(top[n], largest(most));
+        const float now = top[n] == -__builtin_inff() ? 0.0f : top[n];
+        const bool nothing = !any(total[n] != 0.0f);  // no base yet: whatever it is shrunk by must not be inf
+        const F less = exp2(broadcast(nothing ? 0.0f : (base[n] - now) * factor));
+        F sum = total[n] * less;
+        for (int64_t j = 0; j < keys; j += W) {
+            const F weight = exp2((load(row + j) - now) * factor);
+            sum += weight;
+            store(row + j, weight);
+        }
+        shrink[n] = less[0];
+        base[n] = now;
+        total[n] = sum;
+    }
+
+    void drop(int64_t n, int64_t first, int64_t keys) {
+        const int64_t *rows = a.drop_rows_stride, *cols = a.drop_cols_stride;
+        const int32_t hash = a.drop_rows[item * rows[0] + head_of(n) * rows[1] + n % a.queries * rows[2]];
+        const int32_t *col = a.drop_cols + item * cols[0] + first * cols[1];
+        for (int64_t j = 0; j < keys; j++) {
+            float &weight = s[n * RUN + j];
+            weight = stays<int32_t, uint32_t>(hash, col[j * cols[1]], a.drop_threshold) ? weight : 0.0f;
+        }
+    }
+
+    // o = o * shrink + p v
+    void add(int64_t first, int64_t keys) {
+        with_whole_vectors(v + first * a.v_stride[2], a.v_stride[2], keys, a.value_width, [&](const auto *value, int64_t stride) {
+            over_tiles<2>(0, count, [&](int64_t n, auto qt) {
+                constexpr int QT = qt.value, ET = std::min(REGISTERS / 2 / QT, 8);
+                over_tiles<ET>(0, o_row / W, [&](int64_t x, auto et) {
+                    const int64_t e = x * W;
+                    weigh<QT, et.value>(value + e, stride, keys, s + n * RUN, shrink + n, o + n * o_row + e, o_row);
+                });
+            });
+        });
+    }
+
+    // What `widen_row` took apart.
+    void in_order() {
+        for (int64_t n = 0; n < count; n++) {
+            for (int64_t e = 0; e + 2 * W <= o_row; e += 2 * W) {
+                float *p = o + n * o_row + e;
+                const F even = load(p), odd = load(p + W);
+                store(p, interleave_low(even, odd));
+                store(p + W, interleave_high(even, odd));
+            }
+        }
+    }
+
+    // The same as `add` where v may hold NaN or inf: what has no weight does not count, and what has gives NaN.
+    void add_carefully(int64_t first, int64_t keys) {
+        for (int64_t n = 0; n < count; n++) {
+            for (int64_t e = 0; e < a.value_width; e++) {
+                float sum = o[n * o_row + e] * shrink[n];
+                for (int64_t j = 0; j < keys; j++) {
+                    const float weight = s[n * RUN + j], x = widened(v[(first + j) * a.v_stride[2] + e]);
+                    if (weight != 0.0f) sum += std::isfinite(x) ? weight * x : __builtin_nanf("");
+                }
+                o[n * o_row + e] = sum;
+            }
+        }
+    }
+};
+
+// What a piece leaves behind.
+struct Pieces {
+    const regard_args &a;
+    int64_t count, queries, row;  // pieces and queries of a head, floats of an output
+    float *memory;
+    float *output(int64_t number) const { return memory + number * queries * (row + 2); }
+    float *maxima(int64_t number) const { return output(number) + queries * row; }
+    float *sums(int64_t number) const { return maxima(number) + queries; }
+};
+
+// All pieces of a query into its output and log-sum-exp.
+template <class T>
+void join(const Pieces &pieces, int64_t head, int64_t n) {
+    const regard_args &a = pieces.a;
+    const int64_t item = head / a.groups, query_head = head % a.groups * (a.heads / a.groups) + n / a.queries;
+    const int64_t row = n % a.queries;
+    const float factor = exponent_of(a);
+    double base = 0.0, total = 0.0;
+    bool any = false;
+    for (int64_t p = head * pieces.count; p < (head + 1) * pieces.count; p++) {
+        if (pieces.sums(p)[n] == 0.0f) continue;
+        base = any ? std::max<double>(base, pieces.maxima(p)[n]) : pieces.maxima(p)[n];
+        any = true;
+    }
+    alignas(64) float sum[256 + W] = {};
+    for (int64_t p = head * pieces.count; p < (head + 1) * pieces.count; p++) {
+        if (pieces.sums(p)[n] == 0.0f) continue;
+        const double part = std::exp2((pieces.maxima(p)[n] - base) * factor);
+        total += pieces.sums(p)[n] * part;
+        const float *from = pieces.output(p) + n * pieces.row;
+        for (int64_t e = 0; e < pieces.row; e += W) store(sum + e, load(sum + e) + load(from + e) * (float)part);
+    }
+    const RowEnd end = end_of_row(a, item, query_head, base * factor * 0.6931471805599453, total);
+    if (a.lse) a.lse[item * a.lse_stride[0] + query_head * a.lse_stride[1] + row * a.lse_stride[2]] = end.lse;
+    if (!a.out) return;
+    T *out = (T *)a.out + item * a.out_stride[0] + query_head * a.out_stride[1] + row * a.out_stride[2];
+    const float scale = end.factor * (a.drop_rows ? a.drop_kept : 1.0f);
+    int64_t e = 0;
+    for (; e + W <= a.value_width; e += W) store(out + e, load(sum + e) * scale);
+    if (e < a.value_width) store_some(out + e, load(sum + e) * scale, a.value_width - e);
+}
+
+// Whether this is the faster way. The other one computes at least COLUMN lanes for each head, whatever it needs; in
+// pairs of bfloat16 it does so in half the time.
+inline bool few(const regard_args &a) {
+    const int64_t limit = PAIRS && a.dtype == REGARD_BFLOAT16 ? COLUMN / 2 : COLUMN;
+    return a.queries <= limit && a.queries * (a.heads / a.groups) <= MOST;
+}
+
+thread_local Scratch reading;
+
+// `memory` is the calling thread's.
+template <class T>
+void decode(const regard_args &a, Scratch &memory) {
+    const int64_t heads = a.batch * a.groups, queries = a.queries * (a.heads / a.groups);
+    if (heads * queries == 0) return;
+    // The keys that some query of an item may see.
+    const auto seen = [&](int64_t item) {
+        int64_t first = a.keys, last = 0;
+        for (int64_t row = 0; row < a.queries; row++) {
+            const auto [low, high] = range_of(a, item, row);
+            first = std::min(first, low);
+            last = std::max(last, high);
+        }
+        return std::make_pair(std::min(first, last), last);
+    };
+    int64_t longest = 0;
+    for (int64_t item = 0; item < a.batch; item++) {
+        const auto [first, last] = seen(item);
+        longest = std::max(longest, last - first);
+    }
+    // Pieces hang on the shapes and the number of threads alone, and so do the results; who computes which does not.
+    const int64_t wanted = a.threads > 1 ? (4 * a.threads + heads - 1) / heads : 1;
+    const int64_t count = std::max<int64_t>(1, std::min(wanted, longest / SHORTEST));
+    Pieces pieces{a, count, queries, padded(a.value_width), nullptr};
+    const size_t floats = (size_t)(heads * count * queries * (pieces.row + 2));
+    memory.reserve((floats + (size_t)heads) * sizeof(float) + 2 * 64);
+    pieces.memory = memory.take<float>(floats);
+    int32_t *left = memory.take<int32_t>((size_t)heads);  // pieces of a head
+    std::fill(left, left + heads, (int32_t)count);
+    const int64_t bytes = heads * longest * (a.width + a.value_width) * (int64_t)sizeof(T);
+    const int threads = (int)std::min<int64_t>({a.threads, heads * count, 1 + bytes / (64 << 10)});
+    std::atomic<int64_t> next{0};
+    std::atomic<bool> failed{false};
+#pragma omp parallel num_threads(threads)
+    {
+        FlushSubnormals flush;
+        try {
+            for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < heads * count;) {
+                const int64_t head = i / count, part = i % count, item = head / a.groups;
+                const auto [first, last] = seen(item);
+                const int64_t from = first + (last - first) * part / count;
+                const int64_t to = first + (last - first) * (part + 1) / count;
+                Reading<T> piece(a, item, head % a.groups, reading, pieces.output(i));
+                piece.read(from, to, false);
+                if (any_mask(a) && !piece.finite()) piece.read(from, to, true);  // maybe 0 * NaN of a hidden key: rare
+                piece.tell(pieces.maxima(i), pieces.sums(i));
+                // Who has a head's last piece joins them all: nobody waits for anybody, which takes long on a busy CPU.
+                if (__atomic_sub_fetch(left + head, 1, __ATOMIC_ACQ_REL) == 0)
+                    for (int64_t n = 0; n < queries; n++) join<T>(pieces, head, n);
+            }
+        } catch (const std::bad_alloc &) {
+            failed = true;
+        }
+    }
+    if (failed) throw std::bad_alloc();
+}
+
+}  // namespace

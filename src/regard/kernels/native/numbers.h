@@ -1,0 +1,129 @@
+// Numbers of 16 bits: widened to float32 where they are loaded, rounded to the nearest (ties to even) where they are
+// stored. NaN stays NaN. Nothing here hangs on how the CPU treats subnormal numbers, which the workers switch off.
+#pragma once
+#include "args.h"
+#include "simd.h"
+
+namespace REGARD_NAMESPACE {
+
+struct BFloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
+
+typedef uint16_t H __attribute__((vector_size(W * 2)));
+
+inline F widen(H x, BFloat16) { return (F)(__builtin_convertvector(x, U) << 16); }
+inline H narrow(F x, BFloat16) {
+    const U bits = (U)x;
+    const U rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    const U quiet = (bits >> 16) | 0x40u;
+    return __builtin_convertvector((U)choose(x != x, (I)quiet, (I)rounded), H);
+}
+
+#if defined(__F16C__) && defined(__AVX512F__)
+inline F widen(H x, Float16) { return (F)_mm512_cvtph_ps((__m256i)x); }
+inline H narrow(F x, Float16) { return (H)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT); }
+#elif defined(__F16C__)
+inline F widen(H x, Float16) { return (F)_mm256_cvtph_ps((__m128i)x); }
+inline H narrow(F x, Float16) { return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT); }
+#else
+inline F widen(H x, Float16) {
+    const U all = __builtin_convertvector(x, U), size = all & 0x7fffu;
+    const F small = __builtin_convertvector((I)size, F) * 0x1p-24f;  // a subnormal is a count of 2 ** -24
+    const U moved = (size << 13) + (112u << 23);                     // the exponents' biases differ by 127 - 15
+    const U beyond = moved + (112u << 23);                           // inf and NaN have the largest exponent
+    const I large = choose((I)size >= 0x7c00, (I)beyond, (I)moved);
+    return (F)((U)choose((I)size < 0x400, (I)small, large) | (all & 0x8000u) << 16);
+}
+inline H narrow(F x, Float16) {
+    const U size = (U)x & 0x7fffffffu;
+    const U small = (U)((F)size + 0.5f) - (U)broadcast(0.5f);  // 0.5 has the unit 2 ** -24: the addition rounds
+    const U less = size - (112u << 23);
+    const U moved = (less + 0xfffu + ((less >> 13) & 1u)) >> 13;
+    I to = choose((I)size < 0x38800000, (I)small, (I)moved);
+    to = choose((I)size >= 0x47800000, broadcast(0x7c00), to);
+    to = choose((I)size > 0x7f800000, broadcast(0x7e00), to);
+    return __builtin_convertvector((U)to | ((U)x >> 16 & 0x8000u), H);
+}
+#endif
+
+template <class T>
+inline F load(const T *p) {
+    H x;
+    std::memcpy(&x, p, sizeof x);
+    return widen(x, T{});
+}
+template <class T>
+inline void store(T *p, F x) {
+    const H y = narrow(x, T{});
+    std::memcpy(p, &y, sizeof y);
+}
+
+// The first `count` numbers, fewer than W; the rest is 0, and is not read.
+template <class T>
+inline F load_some(const T *p, int64_t count) {
+    T some[W] = {};
+    std::memcpy(some, p, (size_t)count * sizeof(T));
+    return load(some);
+}
+template <class T>
+inline void store_some(T *p, F x, int64_t count) {
+    T some[W];
+    store(some, x);
+    std::memcpy(p, some, (size_t)count * sizeof(T));
+}
+
+inline float widened(float x) { return x; }
+template <class T>
+inline float widened(T x) {
+    return load_some(&x, 1)[0];
+}
+
+inline void put(float *p, float x) { *p = x; }
+template <class T>
+inline void put(T *p, float x) {
+    store_some(p, broadcast(x), 1);
+}
+
+// Two bfloat16 numbers side by side: neighbours in a row of q and k, the same column of two neighbouring rows of v. The
+// CPU multiplies such pairs and adds both products to a float32, at twice the speed of float32.
+typedef int32_t Pair;
+
+inline F add_product(F sum, F a, F b) { return sum + a * b; }
+#if defined(__AVX512BF16__)
+constexpr bool PAIRS = true;  // worth it
+inline F add_product(F sum, I a, I b) { return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
+
+template <int... i>
+inline I interleave(__m512bh apart, std::integer_sequence<int, i...>) {
+    typedef int16_t S __attribute__((vector_size(64)));
+    return (I)__builtin_shuffle((S)apart, S{(i / 2 + i % 2 * W)...});
+}
+// Lane by lane the pairs of two vectors, rounded.
+inline I paired(F first, F second) {
+    return interleave(_mm512_cvtne2ps_pbh((__m512)second, (__m512)first), std::make_integer_sequence<int, 2 * W>{});
+}
+#else
+constexpr bool PAIRS = false;
+inline F add_product(F sum, I a, I b) {
+    sum += (F)(a << 16) * (F)(b << 16);
+    return sum + (F)(a & ~0xffff) * (F)(b & ~0xffff);
+}
+inline I paired(F first, F second) {
+    const U low = __builtin_convertvector(narrow(first, BFloat16{}), U);
+    return (I)(low | __builtin_convertvector(narrow(second, BFloat16{}), U) << 16);
+}
+#endif
+
+// f(T{}) with the type that `dtype` names.
+template <class Function>
+inline void with_dtype(int32_t dtype, Function f) {
+    if (dtype == REGARD_BFLOAT16) f(BFloat16{});
+    else if (dtype == REGARD_FLOAT16) f(Float16{});
+    else f(float{});
+}
+
+}  // namespace

@@ -1,0 +1,76 @@
+// From the dtype of a call to what the products multiply: float32, or pairs of bfloat16 where the CPU has instructions
+// for these. Queries are turned into lanes block by block and follow by themselves; keys and values are copied once.
+#pragma once
+#include "schedule.h"
+
+namespace REGARD_NAMESPACE {
+
+inline void copy_row(const float *from, int64_t width, float *to) { std::memcpy(to, from, (size_t)width * sizeof *to); }
+template <class T>
+void copy_row(const T *from, int64_t width, float *to) {
+    int64_t x = 0;
+    for (; x + W <= width; x += W) store(to + x, load(from + x));
+    for (; x < width; x++) to[x] = widened(from[x]);
+}
+
+// Two rows, number by number; `second` may be null: 0.
+inline void pair_rows(const BFloat16 *first, const BFloat16 *second, int64_t width, Pair *to) {
+    for (int64_t x = 0; x < width; x++) to[x] = (Pair)(first[x].bits | (uint32_t)(second ? second[x].bits : 0) << 16);
+}
+
+// Whether so many queries meet each key that keys and values are better copied once for all than by every block.
+inline bool many(const regard_args &a) { return a.queries * (a.heads / a.groups) >= 4 * LANES; }
+inline size_t key_rows(const regard_args &a) { return (size_t)(a.batch * a.groups * a.keys); }
+
+template <class Function>
+void in_floats(const regard_args &a, Function run) {
+    regard_args b = a;
+    with_dtype(a.dtype, [&](auto number) {
+        using T = decltype(number);
+        const bool other = !std::is_same_v<T, float>;
+        const bool keys = other || (many(a) && a.k_stride[2] != a.width);
+        const bool values = a.out && (other || (many(a) && a.v_stride[2] != a.value_width));
+        packed.reserve(key_rows(a) * (size_t)(a.width * keys + a.value_width * values) * sizeof(float) + 128);
+        const auto copied = [&](const void *from, int64_t (&stride)[3], int64_t width) {
+            const int64_t apart = stride[2];
+            return pack<float>(a, (const T *)from, stride, a.keys, width, [&](const T *rows, int64_t j, float *to) {
+                copy_row(rows + j * apart, width, to);
+            });
+        };
+        if (keys) b.k = copied(a.k, b.k_stride, a.width);
+        if (values) b.v = copied(a.v, b.v_stride, a.value_width);
+    });
+    run(b, float{});
+}
+
+template <class Function>
+void in_pairs(const regard_args &a, Function run) {
+    regard_args b = a;
+    const int64_t width = width_of<Pair>(a), pairs = (a.keys + 1) / 2;
+    const size_t widths = (size_t)(a.width + a.value_width);
+    packed.reserve((key_rows(a) + (size_t)(a.batch * a.groups)) * (widths + 1) * sizeof(BFloat16) + 128);
+    if (lies_in_pairs(a.k, a.k_stride, a.width) && !(many(a) && a.k_stride[2] != a.width)) {
+        for (int64_t &stride : b.k_stride) stride /= 2;
+    } else {
+        b.k = pack<Pair>(a, (const BFloat16 *)a.k, b.k_stride, a.keys, width, [&](const BFloat16 *k, int64_t j, Pair *to) {
+            to_pairs(k + j * a.k_stride[2], a.width, to);
+        });
+    }
+    if (a.out) {
+        b.v = pack<Pair>(a, (const BFloat16 *)a.v, b.v_stride, pairs, a.value_width, [&](const BFloat16 *v, int64_t j, Pair *to) {
+            const BFloat16 *first = v + 2 * j * a.v_stride[2];
+            pair_rows(first, 2 * j + 1 < a.keys ? first + a.v_stride[2] : nullptr, a.value_width, to);
+        });
+    }
+    run(b, Pair{});
+}
+
+// run(call, T{}) with a call whose k and v hold T, by strides that count T.
+template <class Function>
+void prepare(const regard_args &a, Function run) {
+    if constexpr (PAIRS)
+        if (a.dtype == REGARD_BFLOAT16) return in_pairs(a, run);
+    in_floats(a, run);
+}
+
+}  // namespace

@@ -47,7 +47,8 @@ def test_kernels_by_name() -> None:
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0])
     with pytest.raises(
-        ValueError, match=r"kernel: expected \"auto\" or one of \[.*'fused', 'blockwise', 'reference'\], received 'flash'"
+        ValueError,
+        match=r"kernel: expected \"auto\" or one of \[.*'fused', 'blockwise', 'reference'\], received 'flash'",
     ):
         attend(q, q, q, kernel="flash")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import Case, assert_as_good_as_plain, cases
+from attention_cases import Case, assert_as_good_as_plain, assert_typical_error_as_good_as_plain, cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -50,6 +50,13 @@ def threads():
     torch.set_num_threads(before)
 
 
+def assert_good(case: Case, ours: list[Tensor], what: str) -> None:
+    """The rule of all kernels, but for so many roundings as flash attention has more than the formula: its backward pass
+    takes the difference of two sums over the width, and weights from a log-sum-exp that was rounded."""
+    wide = max(case.q.shape[3], case.v.shape[3])
+    assert_as_good_as_plain(case, ours, what, roundings=round(8 * wide**0.5) if wide > 1 else 8)
+
+
 # --- the same answers as every kernel -------------------------------------------------------------------------------
 
 
@@ -59,7 +66,7 @@ def test_as_good_as_plain_pytorch(case: Case, dtype: torch.dtype, strides: str) 
     case = case.to(dtype, strides)
     out, lse = native.forward(case.call())
     assert lse.dtype == torch.float32
-    assert_as_good_as_plain(case, case.with_gradients(out), "native")
+    assert_good(case, case.with_gradients(out), "native")
 
 
 @EXAMPLES
@@ -101,7 +108,7 @@ def test_sizes_around_every_edge(mask: str, instruction_set: str) -> None:
         made = MASKS[mask](b, g * r, n, m)
         case = Case(q, k, v, {} if made is None else {"mask": made})
         case = case.to(torch.float32, ["plain", "transposed", "gaps"][i % 3])
-        assert_as_good_as_plain(case, case.with_gradients(case.attend("native")), f"{n} x {m}, {d}, {e}")
+        assert_good(case, case.with_gradients(case.attend("native")), f"{n} x {m}, {d}, {e}")
 
 
 @pytest.mark.parametrize("width", [1, 2, 7, 15, 16, 47, 48, 95, 96, 97, 127, 192, 193, 255, 256])
@@ -111,7 +118,7 @@ def test_widths(width: int, dtype: torch.dtype, instruction_set: str) -> None:
     for d, e in ((width, width), (width, 256 - width + 1), (3, width)):
         q, k, v = (torch.randn(1, 2, 23, x, generator=generator) for x in (d, d, e))
         case = Case(q, k, v, {"mask": Causal()}).to(dtype)
-        assert_as_good_as_plain(case, case.with_gradients(case.attend("native")), f"{d}, {e}")
+        assert_good(case, case.with_gradients(case.attend("native")), f"{d}, {e}")
 
 
 @pytest.mark.parametrize("queries", [1, 2, 3, 5, 8])
@@ -126,7 +133,7 @@ def test_few_queries_against_many_keys(queries: int, dtype: torch.dtype, mask: s
         options |= {"sinks": torch.randn(g * r, generator=generator)} if d == 16 else {}
         options |= {"softcap": 3.0, "bias": [torch.randn(1, g * r, queries, m, generator=generator)]} if d == 5 else {}
         case = Case(q, k, v, options).to(dtype, "transposed")
-        assert_as_good_as_plain(case, case.with_gradients(case.attend("native")), f"{queries} x {m}")
+        assert_good(case, case.with_gradients(case.attend("native")), f"{queries} x {m}")
 
 
 def test_biases_by_distance_need_no_plane(instruction_set: str) -> None:
@@ -136,7 +143,7 @@ def test_biases_by_distance_need_no_plane(instruction_set: str) -> None:
     q, k, v = torch.randn(2, 4, n, 16), torch.randn(2, 2, m, 16), torch.randn(2, 2, m, 16)
     for bias in ([relative], [Alibi(4)], [relative, Alibi(4)], [relative, torch.randn(1, 1, n, m)]):
         case = Case(q, k, v, {"bias": bias, "mask": Causal()}).to(torch.float32)
-        assert_as_good_as_plain(case, case.with_gradients(case.attend("native")), str(bias))
+        assert_good(case, case.with_gradients(case.attend("native")), str(bias))
 
 
 # --- what only large sizes show -------------------------------------------------------------------------------------
@@ -148,7 +155,20 @@ def test_longer_than_the_caches(options: dict[str, Any], dtype: torch.dtype, ins
     torch.manual_seed(0)
     q, k, v = torch.randn(1, 2, 1031, 64), torch.randn(1, 1, 2503, 64), torch.randn(1, 1, 2503, 64)
     case = Case(q, k, v, options).to(dtype, "transposed")
-    assert_as_good_as_plain(case, case.with_gradients(case.attend("native")), str(options))
+    assert_good(case, case.with_gradients(case.attend("native")), str(options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n, m, d", [(211, 211, 64), (127, 2, 64), (150, 700, 128), (300, 300, 16), (3, 1031, 64)])
+def test_typical_errors(n: int, m: int, d: int, dtype: torch.dtype, instruction_set: str) -> None:
+    """Here is no floor, and no luck: twice plain PyTorch's own at most, output and gradients. (With a handful of queries
+    or keys plain products are sums of 16 short sums, and more exact than a long one.)"""
+    generator = torch.Generator().manual_seed(n)
+    q, k, v = (torch.randn(2, 4, x, d, generator=generator) for x in (n, m, m))
+    for options in ({}, {"mask": Causal()}, {"softcap": 2.0, "sinks": torch.randn(4)}):
+        case = Case(q, k, v, options).to(dtype, "transposed")
+        assert_typical_error_as_good_as_plain(case, case.with_gradients(case.attend("native")), f"{options}",
+                                              times=4.0 if min(n, m) < 16 else 2.0)  # fmt: skip
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -186,7 +206,7 @@ def test_threads_change_nothing_and_repeats_are_the_same_bits(count: int, thread
     bias = torch.randn(1, 6, 331, 331)
     case = Case(q, k, v, {"mask": Causal(), "dropout": 0.2, "bias": [bias]}).to(torch.float32)
     first = case.with_gradients(case.attend("native"))
-    assert_as_good_as_plain(case, first, f"{count} threads")
+    assert_good(case, first, f"{count} threads")
     for _ in range(3):
         assert all(map(torch.equal, first, case.with_gradients(case.attend("native"))))
     found = [regard.measure(q, k, v, mask=Causal(), measures=EVERY, kernel="native") for _ in range(3)]

@@ -46,7 +46,10 @@ const T *pack(const regard_args &a, const From *from, int64_t (&stride)[3], int6
     T *to = packed.take<T>((size_t)(a.batch * a.groups * rows * width));
     constexpr int64_t RUN = 128;
     const int64_t runs = (rows + RUN - 1) / RUN;
-#pragma omp parallel for num_threads(a.threads) schedule(static)
+    // A little is copied sooner than other threads wake up.
+    const int64_t bytes = a.batch * a.groups * rows * width * (int64_t)sizeof(T);
+    const int threads = (int)std::min<int64_t>(a.threads, 1 + bytes / (512 << 10));
+#pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < a.batch * a.groups * runs; i++) {
         const int64_t head = i / runs, row = i % runs * RUN;
         const From *here = from + head / a.groups * stride[0] + head % a.groups * stride[1];

@@ -82,7 +82,7 @@ inline bool any(I where) {
 #endif
 }
 
-// 2 ** x for x <= about 0 (up to 127), within 1.5 ulp; below -126 exactly 0; NaN stays NaN. `x` is clamped on the way,
+// 2 ** x for x <= about 0 (up to 127), within 0.7 ulp; below -126 exactly 0; NaN stays NaN. `x` is clamped on the way,
 // and handed back so: 0 * x is then 0 and not NaN where x was -inf.
 inline F exp2_clamped(F &x) {
     const F lowest = broadcast(-127.0f);
@@ -96,11 +96,12 @@ inline F exp2_clamped(F &x) {
     const F n = (x + shifter) - shifter;
 #endif
     const F f = x - n;
-    F p = broadcast(0x1.5bba14p-10f);
-    p = p * f + 0x1.3cea88p-7f;
-    p = p * f + 0x1.c6b752p-5f;
-    p = p * f + 0x1.ebf9bcp-3f;
-    p = p * f + 0x1.62e42ap-1f;
+    F p = broadcast(0x1.41fbap-13f);
+    p = p * f + 0x1.5f3e5p-10f;
+    p = p * f + 0x1.3b2d4ep-7f;
+    p = p * f + 0x1.c6aee8p-5f;
+    p = p * f + 0x1.ebfbdcp-3f;
+    p = p * f + 0x1.62e43p-1f;
     p = p * f + 1.0f;
 #if defined(__AVX512F__)
     // 2 ** -127 is subnormal: flushed to zero, as the workers run

@@ -2,8 +2,8 @@
 
     python benchmarks/looking.py [--sizes 512 2048 8192] [--lengths 128 512 2048] [--long] [--quick] [--only memory]
 
-    headline  attention with the seven statistics that come with it (entropy, peak and target, distance, received, offsets,
-              on_first, a heatmap of 64 x 64), all of them checked in the same run, beside blind attention: SDPA in the
+    headline  attention with the seven statistics that come with it (entropy, peak and target, distance, received,
+              offsets, on_first, a heatmap of 64 x 64), all checked in the same run, beside blind attention: SDPA in the
               better of its two layouts, ours, and today's way: softmax(q k^T) in full, and the statistics from it
 
     layer     one attention, 12 heads of width 64, float32: causal; causal with 4 kv heads; Window(512)

@@ -264,7 +264,7 @@ def test_autocast_takes_what_norms_leave_in_float32_as_torch_does(wide: str) -> 
     given = {name: torch.randn(B, H, N, D).to(torch.float32 if name == wide else torch.bfloat16) for name in "qkv"}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = scaled_dot_product_attention(*given.values())
-        torch.testing.assert_close(attend(**given), expected)
+        torch.testing.assert_close(attend(**given), expected, rtol=1.6e-2, atol=4e-3)  # (it rounds weights, too)
 
 
 def test_normalised_heads_give_no_warning_under_autocast() -> None:

@@ -227,7 +227,8 @@ def test_what_is_hidden_does_not_reach_the_measures(broken: float) -> None:
     found = regard.measure(q, k, v, mask=mask)
     clean = regard.measure(q, k[:, :, :200], v[:, :, :200], positions=torch.arange(300))
     for name in ("entropy", "peak", "distance", "offset", "offsets", "on_first"):
-        torch.testing.assert_close(found[name], regard.measure(q, k[:, :, :200], positions=torch.arange(300) - 0)[name])
+        near = 3e-4 if name in ("distance", "offset") else 1e-5  # (positions up to 300, in float32)
+        torch.testing.assert_close(found[name], clean[name], rtol=1e-5, atol=near)
     torch.testing.assert_close(found.output, clean.output)
 
 

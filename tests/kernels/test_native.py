@@ -51,7 +51,7 @@ def threads():
 
 
 def assert_good(case: Case, ours: list[Tensor], what: str) -> None:
-    """The rule of all kernels, but for so many roundings as flash attention has more than the formula: its backward pass
+    """The rule of all kernels, but for the roundings that flash attention has more than the formula: its backward pass
     takes the difference of two sums over the width, and weights from a log-sum-exp that was rounded."""
     wide = max(case.q.shape[3], case.v.shape[3])
     assert_as_good_as_plain(case, ours, what, roundings=round(8 * wide**0.5) if wide > 1 else 8)
@@ -161,8 +161,8 @@ def test_longer_than_the_caches(options: dict[str, Any], dtype: torch.dtype, ins
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n, m, d", [(211, 211, 64), (127, 2, 64), (150, 700, 128), (300, 300, 16), (3, 1031, 64)])
 def test_typical_errors(n: int, m: int, d: int, dtype: torch.dtype, instruction_set: str) -> None:
-    """Here is no floor, and no luck: twice plain PyTorch's own at most, output and gradients. (With a handful of queries
-    or keys plain products are sums of 16 short sums, and more exact than a long one.)"""
+    """Here is no floor, and no luck: twice plain PyTorch's own at most, output and gradients. (With few queries or keys
+    plain products are sums of 16 short sums, and more exact than a long one.)"""
     generator = torch.Generator().manual_seed(n)
     q, k, v = (torch.randn(2, 4, x, d, generator=generator) for x in (n, m, m))
     for options in ({}, {"mask": Causal()}, {"softcap": 2.0, "sinks": torch.randn(4)}):

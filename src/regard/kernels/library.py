@@ -137,4 +137,14 @@ def find(file: Path) -> tuple[Library | None, str | None]:
     return Library(handle, INSTRUCTION_SETS[handle.regard_best_isa()]), None
 
 
+def _has_amx() -> bool:
+    """Whether the CPU has tiles for products of bfloat16 (the first lines of the file are of the first core)."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return "amx_bf16" in lines.read(8192)
+    except OSError:
+        return False
+
+
+has_amx = _has_amx()
 _found = find(FILE)  # now, and not when first asked: compilers trace the question

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.kernels import blockwise, library, operators
+from regard.kernels import blockwise, fused, library, operators
 from regard.kernels.call import Call
-from regard.kernels.dropout import threshold_of
+from regard.kernels.dropout import Dropout, threshold_of
 from regard.kernels.library import CALL, DTYPES, GRADIENTS
 from regard.kernels.lowered import (
     DENSE_LIMIT,
     Added,
+    Visible,
     bias_gradients,
     lower_biases,
     lower_mask,
@@ -32,6 +33,7 @@ __all__ = ["forward", "look", "name", "output", "why_not"]
 name = "native"
 
 WIDEST = 256  # numbers of a head
+FEW_QUERIES = 16  # up to so many it is memory that counts, and not products
 
 
 def why_not(call: Call) -> str | None:
@@ -47,18 +49,21 @@ def why_not(call: Call) -> str | None:
         return f"it accumulates in float32, too little for {call.q.dtype}"
     if torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export():
         return "what is exported must not need this library"
-    if any(size == 0 for size in (*call.shape, call.q.shape[3], call.v.shape[3])):
+    if call.q.numel() == 0 or call.v.numel() == 0:
         return "a size is zero"
     if call.q.shape[3] > WIDEST or call.v.shape[3] > WIDEST:
         return f"heads are wider than {WIDEST}"
-    if pairs_to_evaluate(call) > DENSE_LIMIT:
+    if (call.mask is not None or call.biases) and pairs_to_evaluate(call) > DENSE_LIMIT:
         return "it would need the mask or the bias as a dense tensor, a large one"
     return None
 
 
 def worth(call: Call) -> bool:
-    """Wherever it can serve."""
-    return True
+    """Wherever it can serve: no size is so small that torch's own kernel takes fewer microseconds. But on CPUs with AMX
+    tiles, which that one uses and this one does not, bfloat16 in bulk is left to it."""
+    if not library.has_amx or call.q.dtype is not torch.bfloat16 or call.q.shape[2] <= FEW_QUERIES:
+        return True
+    return fused.why_not(call) is not None
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -131,14 +136,15 @@ def _packed(
     call: Call, out: Tensor | None, lse: Tensor, places: dict[str, Any] | None = None
 ) -> tuple[bytes, list[Any]]:
     """The call as C reads it, and what must live as long as it is read."""
-    batch, heads, n, m = call.shape
-    q, k, v = (_in_rows(x) for x in (call.q, call.k, call.v))
-    seen = lower_mask(call)
-    added = lower_biases(call)
+    q, k, v = _in_rows(call.q), _in_rows(call.k), _in_rows(call.v)
+    batch, heads, n, width = q.shape
+    _, groups, m, value_width = v.shape
+    seen = _ALL if call.mask is None else lower_mask(call)
+    added = lower_biases(call) if call.biases else None
     sinks = None if call.sinks is None else call.sinks.detach().to(torch.float32)
     drop = call.dropout
-    found = places or {}
-    heatmap = found.get("heatmap")
+    dense, documents = seen.dense, seen.documents
+    found = _NO_STATISTICS if places is None else _statistics(places)
     packed = CALL.pack(
         CALL.size,
         library.instruction_set,
@@ -147,12 +153,16 @@ def _packed(
         seen.causal,
         batch,
         heads,
-        k.shape[1],
+        groups,
         n,
         m,
-        q.shape[3],
-        v.shape[3],
-        *(0 if x is None else x.data_ptr() for x in (q, k, v, out, lse)),
+        width,
+        value_width,
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        0 if out is None else out.data_ptr(),
+        lse.data_ptr(),
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
@@ -163,30 +173,31 @@ def _packed(
         call.q_start,
         seen.before,
         seen.after,
-        _address(seen.key_start),
-        _address(seen.key_end),
-        *_documents(seen.documents),
-        *((0, 0, 0, 0, 0) if seen.dense is None else (seen.dense.data_ptr(), *_broadcast_strides(seen.dense))),
-        *_bias(added),
+        0 if seen.key_start is None else seen.key_start.data_ptr(),
+        0 if seen.key_end is None else seen.key_end.data_ptr(),
+        *((0, 0, 0, 0) if documents is None else _documents(*documents)),
+        *((0, 0, 0, 0, 0) if dense is None else (dense.data_ptr(), *_broadcast_strides(dense))),
+        *((0, 0, 0, 0, 0) if added is None else _bias(added)),
         *((0, 0, 0) if sinks is None else (sinks.data_ptr(), *_broadcast_strides(sinks))),
-        *(
-            (0,) * 7 + (0, 1.0)
-            if drop is None
-            else (
-                drop.rows.data_ptr(),
-                drop.cols.data_ptr(),
-                *_broadcast_strides(drop.rows),
-                *_broadcast_strides(drop.cols),
-                threshold_of(drop.p),
-                drop.kept,
-            )
-        ),
-        *(_address(found.get(statistic)) for statistic in _STATISTICS),
-        *found.get("reach", (0, 0)),
+        *((0, 0, 0, 0, 0, 0, 0, 0, 1.0) if drop is None else _dropout(drop)),
+        *found,
+    )
+    return packed, [q, k, v, seen, added, sinks, drop]
+
+
+_ALL = Visible()
+_NO_STATISTICS = (0,) * 13
+
+
+def _statistics(places: dict[str, Any]) -> tuple[int, ...]:
+    """Where each statistic goes, and the sizes of those that have a choice."""
+    heatmap = places.get("heatmap")
+    return (
+        *(_address(places.get(name)) for name in _STATISTICS),
+        *places.get("reach", (0, 0)),
         _address(heatmap),
         *((0, 0) if heatmap is None else heatmap.shape[2:]),
     )
-    return packed, [q, k, v, seen, added, sinks, drop]
 
 
 def _in_rows(x: Tensor) -> Tensor:
@@ -203,17 +214,18 @@ def _broadcast_strides(x: Tensor) -> tuple[int, ...]:
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-def _documents(ids: tuple[Tensor, Tensor] | None) -> tuple[int, int, int, int]:
-    if ids is None:
-        return 0, 0, 0, 0
-    q_ids, k_ids = ids
+def _documents(q_ids: Tensor, k_ids: Tensor) -> tuple[int, int, int, int]:
     return q_ids.data_ptr(), k_ids.data_ptr(), _broadcast_strides(q_ids)[0], _broadcast_strides(k_ids)[0]
 
 
-def _bias(added: Added | None) -> tuple[int, ...]:
-    if added is None:
-        return 0, 0, 0, 0, 0
+def _bias(added: Added) -> tuple[int, ...]:
     return added.tensor.data_ptr() + added.first * added.tensor.element_size(), *added.strides
+
+
+def _dropout(drop: Dropout) -> tuple[int | float, ...]:
+    rows, cols = drop.rows, drop.cols
+    strides = (*_broadcast_strides(rows), *_broadcast_strides(cols))
+    return rows.data_ptr(), cols.data_ptr(), *strides, threshold_of(drop.p), drop.kept
 
 
 class _Loops:
@@ -259,7 +271,7 @@ class _Loops:
             *d_lse.stride(),
             *(_address(grad) for grad in grads),
             *(stride for grad in grads for stride in ((0, 0, 0) if grad is None else grad.stride()[:3])),
-            *_bias(d_added),
+            *((0, 0, 0, 0, 0) if d_added is None else _bias(d_added)),
             _address(d_sinks),
         )
         loaded.backward(packed, gradients)

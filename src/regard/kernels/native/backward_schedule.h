@@ -19,7 +19,7 @@ class Backward {
     const Work work;
     BiasGradient bias;
     const int64_t kv_heads, shared;  // shared: query heads of a kv head
-    const int64_t together;          // steps that no two parts may share: those which take turns at the bias together
+    const int64_t together;          // steps that go to the same part: those of a block's rows, for the sake of the bias
     const int64_t parts;
     const int64_t padded_k, padded_v;
     const int64_t dk_size, dv_size;  // of a unit's sums
@@ -94,7 +94,7 @@ class Backward {
   public:
     Backward(const regard_args &a, const regard_gradients &g)
         : a(a), g(g), work(a), bias(a, g), kv_heads(a.batch * a.groups), shared(a.heads / a.groups),
-          together(bias.takes_turns() ? shared : 1), parts(count_parts()), padded_k(whole_vectors(a.width)),
+          together(bias.whole_blocks() ? shared : 1), parts(count_parts()), padded_k(whole_vectors(a.width)),
           padded_v(whole_vectors(a.value_width)), dk_size(g.d_k ? a.keys * padded_k : 0),
           dv_size(g.d_v ? a.keys * padded_v : 0),
           team(a.keys * (padded_k + padded_v) * 2 * (int64_t)sizeof(float) > (1 << 20) ? BACKWARD_TEAM : 1),
@@ -102,7 +102,7 @@ class Backward {
         bias.prepare(kv_heads * parts, work.blocks);
         if (parts > 1) {
             const size_t floats = (size_t)(kv_heads * parts * (dk_size + dv_size));
-            partial.reserve(floats * sizeof(float));
+            partial.reserve(floats * sizeof(float) + 64);
             sums = partial.take<float>(floats);
         }
         if (g.d_sinks) sink_sums.resize((size_t)(a.batch * a.heads * work.blocks));

@@ -99,8 +99,9 @@ class BiasGradient {
         heads = stride[1] == 0 ? 1 : a.heads / a.groups;
     }
 
-    // Whether a block of rows must belong to one unit for all query heads of a kv head: these take their turn together.
-    bool takes_turns() const { return turns; }
+    // Whether a block of rows must belong to one unit for all query heads of a kv head: they share its place in memory, or
+    // take their turn at it together.
+    bool whole_blocks() const { return wanted && size == 0 && (turns || g.d_bias_stride[1] == 0); }
 
     void prepare(int64_t units, int64_t blocks) {
         if (!wanted) return;

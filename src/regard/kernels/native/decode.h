@@ -368,11 +368,11 @@ void join(const Pieces &pieces, int64_t head, int64_t n) {
     if (e < a.value_width) store_some(out + e, load(sum + e) * scale, a.value_width - e);
 }
 
-// Whether this is the faster way. The other one computes at least COLUMN lanes for each head, whatever it needs; in
-// pairs of bfloat16 it does so in half the time.
+// Whether this is the faster way. The other one computes at least COLUMN lanes for each head, whatever it needs; where
+// keys are many and no heads share them it has to wait for memory just as well.
 inline bool few(const regard_args &a) {
-    const int64_t limit = PAIRS && a.dtype == REGARD_BFLOAT16 ? COLUMN / 2 : COLUMN;
-    return a.queries <= limit && a.queries * (a.heads / a.groups) <= MOST;
+    const bool waits = a.groups == a.heads && a.keys >= 1024 && a.dtype == REGARD_FLOAT32;
+    return a.queries <= (waits ? COLUMN : COLUMN / 2) && a.queries * (a.heads / a.groups) <= MOST;
 }
 
 thread_local Scratch reading;

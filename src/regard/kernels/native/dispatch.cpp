@@ -53,6 +53,15 @@ bool complete(const regard_args &a, const regard_gradients &g) {
     return a.dtype == REGARD_FLOAT32 && (nothing || (a.out && a.lse && g.d_out));
 }
 
+// The same call with no more threads than have something to do: another one takes microseconds to wake up.
+regard_args with_busy_threads(const regard_args &a) {
+    constexpr int64_t WORTH_WAKING = 1 << 18;  // products: a few microseconds
+    const double products = (double)a.batch * a.heads * a.queries * a.keys * (a.width + a.value_width);
+    regard_args b = a;
+    if (products < (double)WORTH_WAKING * a.threads) b.threads = 1 + (int32_t)(products / WORTH_WAKING);
+    return b;
+}
+
 // f(build), with all that can go wrong as a status. Exceptions end here: the caller speaks C.
 template <class Function>
 int32_t run(int32_t isa, Function f) {
@@ -90,12 +99,12 @@ extern "C" uint64_t regard_gradients_size(void) { return sizeof(regard_gradients
 extern "C" int32_t regard_attention(const regard_args *args) {
     if (!args || args->size != sizeof(regard_args)) return REGARD_BAD_SIZE;
     if (!good_shape(*args)) return REGARD_BAD_SHAPE;
-    return run(args->isa, [&](const Build &build) { build.attention(*args); });
+    return run(args->isa, [&](const Build &build) { build.attention(with_busy_threads(*args)); });
 }
 
 extern "C" int32_t regard_attention_backward(const regard_args *args, const regard_gradients *gradients) {
     if (!args || args->size != sizeof(regard_args)) return REGARD_BAD_SIZE;
     if (!gradients || gradients->size != sizeof(regard_gradients)) return REGARD_BAD_SIZE;
     if (!good_shape(*args) || !complete(*args, *gradients)) return REGARD_BAD_SHAPE;
-    return run(args->isa, [&](const Build &build) { build.backward(*args, *gradients); });
+    return run(args->isa, [&](const Build &build) { build.backward(with_busy_threads(*args), *gradients); });
 }

@@ -264,7 +264,7 @@ def show_headline(sizes: list[int], seconds: float) -> list[dict[str, object]]:
     for width in (64, 128):
         for causal in (False, True):
             for tokens in sizes:
-                times = take_turns(headline(width, tokens, causal), seconds=seconds, rounds=5)
+                times = take_turns(headline(width, tokens, causal), seconds=seconds, rounds=7 if tokens < 8192 else 3)
                 blind = min(times["SDPA"], times["SDPA apart"])
                 cells = [f"{blind * 1e3:.1f} ms", f"{blind / times['looking']:.2f}",
                          f"{times['looking'] / times['attend']:.2f}",

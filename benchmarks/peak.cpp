@@ -4,47 +4,35 @@
 
 #include <cstdint>
 
+// 12 independent sums in registers of their own, enough to hide the latency of each; what they hold does not matter.
+#define TWELVE(op, r) \
+    op " %%" r "0, %%" r "1, %%" r "2\n" op " %%" r "0, %%" r "1, %%" r "3\n" op " %%" r "0, %%" r "1, %%" r "4\n" \
+    op " %%" r "0, %%" r "1, %%" r "5\n" op " %%" r "0, %%" r "1, %%" r "6\n" op " %%" r "0, %%" r "1, %%" r "7\n" \
+    op " %%" r "0, %%" r "1, %%" r "8\n" op " %%" r "0, %%" r "1, %%" r "9\n" op " %%" r "0, %%" r "1, %%" r "10\n" \
+    op " %%" r "0, %%" r "1, %%" r "11\n" op " %%" r "0, %%" r "1, %%" r "12\n" op " %%" r "0, %%" r "1, %%" r "13\n"
+#define BUSY(op, r) \
+    _Pragma("omp parallel num_threads(threads)") { \
+        for (int64_t i = 0; i < rounds; i++) \
+            asm volatile(TWELVE(op, r)::: "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", \
+                         "xmm10", "xmm11", "xmm12", "xmm13"); \
+    }
 
 extern "C" {
 
-// Floating-point operations done: `rounds` of 16 independent chains, enough to hide the latency.
-__attribute__((target("avx512f"))) double fma_avx512(int64_t rounds, int threads) {
-#pragma omp parallel num_threads(threads)
-    {
-        __m512 sum[16], x = _mm512_set1_ps(1.0001f), y = _mm512_set1_ps(0.5f);
-        for (auto &s : sum) s = y;
-        for (int64_t i = 0; i < rounds; i++) {
-#pragma GCC unroll 16
-            for (int c = 0; c < 16; c++) asm volatile("vfmadd231ps %1, %2, %0" : "+v"(sum[c]) : "v"(x), "v"(y));
-        }
-    }
-    return 2.0 * 16 * 16 * (double)rounds * threads;
+// Each returns the floating-point operations done.
+double fma_avx512(int64_t rounds, int threads) {
+    BUSY("vfmadd231ps", "zmm")
+    return 2.0 * 16 * 12 * (double)rounds * threads;
 }
 
-__attribute__((target("avx2,fma"))) double fma_avx2(int64_t rounds, int threads) {
-#pragma omp parallel num_threads(threads)
-    {
-        __m256 sum[12], x = _mm256_set1_ps(1.0001f), y = _mm256_set1_ps(0.5f);
-        for (auto &s : sum) s = y;
-        for (int64_t i = 0; i < rounds; i++) {
-#pragma GCC unroll 12
-            for (int c = 0; c < 12; c++) asm volatile("vfmadd231ps %1, %2, %0" : "+x"(sum[c]) : "x"(x), "x"(y));
-        }
-    }
+double fma_avx2(int64_t rounds, int threads) {
+    BUSY("vfmadd231ps", "ymm")
     return 2.0 * 8 * 12 * (double)rounds * threads;
 }
 
-__attribute__((target("avx512f,avx512bf16"))) double bf16_avx512(int64_t rounds, int threads) {
-#pragma omp parallel num_threads(threads)
-    {
-        __m512 sum[16], x = _mm512_set1_ps(1.0001f);
-        for (auto &s : sum) s = x;
-        for (int64_t i = 0; i < rounds; i++) {
-#pragma GCC unroll 16
-            for (int c = 0; c < 16; c++) asm volatile("vdpbf16ps %1, %1, %0" : "+v"(sum[c]) : "v"(x));
-        }
-    }
-    return 2.0 * 32 * 16 * (double)rounds * threads;
+double bf16_avx512(int64_t rounds, int threads) {
+    BUSY("vdpbf16ps", "zmm")
+    return 2.0 * 32 * 12 * (double)rounds * threads;
 }
 
 // Reads `count` bytes once, split over the threads; the answer is of no use but to keep the reads.

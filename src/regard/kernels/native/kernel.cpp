@@ -14,6 +14,7 @@ void attention(const regard_args &a) {
         looks(b) ? looking<decltype(number)>(work) : plain<decltype(number)>(work);
     });
     packed.keep(KEPT);
+    part_sums.keep(KEPT);
 }
 
 void backward(const regard_args &a, const regard_gradients &g) { Backward(a, g).run(); }

@@ -37,7 +37,7 @@ struct Work {
 constexpr int TEAM = 4;
 constexpr int64_t STRIPS = 4 << 20;  // bytes of strips that a thread keeps
 thread_local Desk team[TEAM];
-thread_local Scratch packed;  // the calling thread's
+thread_local Scratch packed, part_sums;  // the calling thread's
 
 // Keys or values as the blocks of queries want them, copied once for all of them: side by side where their rows lie apart,
 // as in (B, N, H, D), and as T. copy(j, to) fills row j of `rows`.
@@ -114,14 +114,15 @@ template <class T>
 void looking(const Work &work) {
     const regard_args &a = work.a;
     const int64_t heads = a.batch * a.heads;
-    const int64_t parts = std::max<int64_t>(1, std::min(work.blocks, (4 * a.threads + heads - 1) / heads));
+    const int64_t parts = std::max<int64_t>(1, std::min(work.blocks, (8 * a.threads + heads - 1) / heads));
     const int64_t sums_size = part_size(a), offsets = a.offsets_before + 1 + a.offsets_after;
     // Each of a team keeps a strip of its weights: no more of them than the caches hold.
     const int64_t strip = a.keys * LANES * (int64_t)sizeof(float);
     const int64_t size = std::max<int64_t>(1, std::min(team_size<T>(work), STRIPS / strip));
-    std::vector<float> sums((size_t)(heads * parts * sums_size), 0.0f);
+    part_sums.reserve((size_t)(heads * parts * sums_size) * sizeof(float) + 64);
+    float *sums = part_sums.take<float>((size_t)(heads * parts * sums_size));
     const auto part_at = [&](int64_t number) {
-        float *p = sums.data() + number * sums_size;
+        float *p = sums + number * sums_size;
         Part part{};
         if (a.received) part.received = p, p += a.keys;
         if (a.offsets) part.offsets = p, p += offsets;
@@ -142,6 +143,7 @@ void looking(const Work &work) {
             }
             for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < heads * parts;) {
                 const Part part = part_at(i);
+                std::memset(sums + i * sums_size, 0, (size_t)sums_size * sizeof(float));
                 // Every parts-th block: heavy and light ones alike.
                 for (int64_t b = i % parts; b < work.blocks; b += parts * size) {
                     Block blocks[TEAM];

@@ -63,11 +63,13 @@ def build_library(target: Path, objects: Path) -> None:
         run(*shlex.split(FLAGS), *flags, *more, "-c", str(SOURCE / source), "-o", to)
         return to
 
-    jobs = [("dispatch.cpp", "dispatch")]
-    jobs += [
-        ("kernel.cpp", name, f"-DREGARD_NAMESPACE=regard_{name}", *flags.split())
-        for name, flags in INSTRUCTION_SETS.items()
-    ]
+    def knows(flags: str) -> bool:
+        return subprocess.run([*shlex.split(cxx), *flags.split(), "-E", "-x", "c++", os.devnull],
+                              capture_output=True).returncode == 0  # fmt: skip
+
+    sets = {name: flags for name, flags in INSTRUCTION_SETS.items() if knows(flags)}  # (older compilers: not all)
+    jobs = [("dispatch.cpp", "dispatch", *(f"-DREGARD_HAS_{name.upper()}" for name in sets))]
+    jobs += [("kernel.cpp", name, f"-DREGARD_NAMESPACE=regard_{name}", *flags.split()) for name, flags in sets.items()]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         parts = list(pool.map(lambda job: compiled(*job), jobs))
     target.parent.mkdir(parents=True, exist_ok=True)

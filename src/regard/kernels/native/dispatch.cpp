@@ -11,11 +11,9 @@
     void backward(const regard_args &, const regard_gradients &);    \
     }
 DECLARE(portable)
-#if defined(__x86_64__)
 DECLARE(avx2)
 DECLARE(avx512)
 DECLARE(avx512_bf16)
-#endif
 
 namespace {
 
@@ -27,15 +25,18 @@ struct Build {
 };
 
 Build build_of(int32_t isa) {
-#if defined(__x86_64__)
+// (REGARD_HAS_...: those that it was compiled for. A compiler that knows the last knows the others.)
+#if defined(REGARD_HAS_AVX512)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
     if (isa == REGARD_AVX2) return {avx2, regard_avx2::attention, regard_avx2::backward};
     if (isa == REGARD_AVX512) return {avx512, regard_avx512::attention, regard_avx512::backward};
+#if defined(REGARD_HAS_AVX512_BF16)
+    const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
     if (isa == REGARD_AVX512_BF16) return {bf16, regard_avx512_bf16::attention, regard_avx512_bf16::backward};
+#endif
 #endif
     return {isa == REGARD_PORTABLE, regard_portable::attention, regard_portable::backward};
 }

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -403,6 +404,20 @@ with torch.no_grad():
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - start) / 1024)
 """
     assert float(run_python(code)) < 150
+
+
+def test_keys_that_are_not_the_first_of_their_text() -> None:
+    """As in a cache that slides: targets count by the text, and its first token may have gone."""
+    q, k = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8)
+    call = regard.attention.prepare(q, k, k)
+    for first in (0, 4):
+        plane = replace(regard.attention.plane_of(call), numbers=torch.arange(first, first + 9))
+        ours, right = (
+            regard.attention.look(call, regard.measures.as_measures(None), plane=plane, kernel=kernel)
+            for kernel in ("native", "reference")
+        )
+        for name in ("on_first", "target", "entropy", "received"):
+            torch.testing.assert_close(ours[name], right[name], rtol=1e-5, atol=1e-5)
 
 
 def documents(n: int) -> Mask:

@@ -116,7 +116,10 @@ def _is_known(one: Measure, call: Call) -> bool:
 def _places(survey: Survey, known: list[bool]) -> dict[str, Any]:
     """The measures' own tensors, for C to write into; and the sizes of those that have a choice."""
     places: dict[str, Any] = {}
+    numbers = survey.plane.numbers
     for one, state, mine in zip(survey.measures, survey.states, known, strict=True):
+        if isinstance(one, OnFirst) and numbers is not None and int(numbers[0]) != 0:
+            continue  # the text's first token is not among the keys: 0, as it is
         if mine:
             places[_KNOWN[type(one)]] = state[0] if isinstance(one, Peak) else state
         if mine and isinstance(one, Offsets):

@@ -30,7 +30,7 @@ help:
 	@echo "make test      run the tests                                    (ARGS=\"-k causal -x\", WORKERS=2)"
 	@echo "make lint      check style, formatting, import order of rooms, types"
 	@echo "make sanitize  run the native kernel's tests under AddressSanitizer and UBSan"
-	@echo "make bench     measure the layer and the models beside their peers, looking and pruning"
+	@echo "make bench     measure the kernel, the layer and the models beside their peers, looking and pruning"
 	@echo "make clean     remove build products and caches                 (the environment, .venv, stays)"
 
 look: $(VENV)/.installed-cli $(VENV)/.installed-weights
@@ -59,6 +59,7 @@ sanitize: $(VENV)/.installed-test
 	  $(RUN) -m pytest -q tests/kernels/test_native.py $(ARGS)
 
 bench: $(VENV)/.installed-bench $(VENV)/.installed-weights
+	$(RUN) benchmarks/kernels.py
 	$(RUN) benchmarks/layer.py
 	$(RUN) benchmarks/models.py
 	$(RUN) benchmarks/looking.py

@@ -378,23 +378,24 @@ class Documents(Mask):
         self.ids = _integers("Documents ids", ids, dims=2, say=say)
         self.key_ids = None if key_ids is None else _integers("Documents key_ids", key_ids, dims=2, say=say)
 
-    def _sides(self, queries: int) -> tuple[Tensor, Tensor]:
+    def sides(self, queries: int) -> tuple[Tensor, Tensor]:
+        """The documents of the queries, (1|B, N), and of the keys, (1|B, M)."""
         if self.key_ids is not None:
             return self.ids, self.key_ids
         return self.ids[:, max(self.ids.shape[1] - queries, 0) :], self.ids
 
     def block(self, tile: Tile) -> Tensor:
-        q_ids, k_ids = (_of_batch(ids, tile.batch) for ids in self._sides(tile.queries))
+        q_ids, k_ids = (_of_batch(ids, tile.batch) for ids in self.sides(tile.queries))
         return (q_ids[:, tile.rows, None] == k_ids[:, None, tile.cols])[:, None]
 
     def survey(self, grid: Grid) -> Survey:
-        q_ids, k_ids = self._sides(grid.queries)
+        q_ids, k_ids = self.sides(grid.queries)
         (q_low, q_high), (k_low, k_high) = grid.rows(q_ids), grid.cols(k_ids)
         same = (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
         return Survey((q_low <= k_high) & (k_low <= q_high), same)
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
-        q_ids, k_ids = self._sides(queries)
+        q_ids, k_ids = self.sides(queries)
         _fits("Documents ids", q_ids, ("B", batch), ("N", queries), exact=("N",))
         _fits("Documents key_ids", k_ids, ("B", batch), ("M", keys), exact=("M",))
 

@@ -268,6 +268,19 @@ def test_extreme_scores(size: float, n: int, instruction_set: str) -> None:
     assert (out - right).abs().max() <= 2 * (plain - right).abs().max() + 1e-6
 
 
+@pytest.mark.parametrize("n", [20, 100])
+def test_weights_of_the_backward_pass_where_scores_are_large(n: int, instruction_set: str) -> None:
+    """It takes them from lse: the two must agree to the last bit on scores in the hundred thousands."""
+    torch.manual_seed(n)
+    q, k, v = (torch.randn(1, 2, m, 8) for m in (n, 70, 70))
+    case = Case(q * 3e4, k, v, {"scale": 0.7}).to(torch.float32)
+    precise = case.to(torch.float64)
+    ours = case.with_gradients(case.attend("native"))
+    right = precise.with_gradients(reference.output(precise.call()))
+    for name, i in (("output", 0), ("gradient of v", 3)):
+        torch.testing.assert_close(ours[i].double(), right[i], rtol=1e-5, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}")
+
+
 @pytest.mark.parametrize("n", [1, 3, 64, 100])
 def test_rows_that_see_nothing(n: int, instruction_set: str) -> None:
     q, k, v = (torch.randn(2, 2, m, 8, requires_grad=True) for m in (n, 40, 40))

@@ -55,7 +55,7 @@ class Added(NamedTuple):
 
     tensor: Tensor
     first: int
-    strides: tuple[int, int, int, int]
+    strides: tuple[int, ...]  # of four axes
 
 
 def pairs_to_evaluate(call: Call) -> int:
@@ -63,9 +63,12 @@ def pairs_to_evaluate(call: Call) -> int:
     batch, heads, n, m = call.shape
     mask = 0
     if call.mask is not None:
-        kinds = [part for part in conjuncts(call.mask) if not _as_numbers(part, call)]
-        if any(type(part) not in (Keep, Hide) for part in kinds) or len(kinds) > 1:
-            mask = batch * n * m
+        parts = list(conjuncts(call.mask))
+        planes = [part for part in parts if not _as_numbers(part, call)]
+        planes += [part for part in parts if type(part) is Documents][1:]  # (one is two rows of integers)
+        rows = [part for part in parts if isinstance(part, Padding) and part.keep is not None]  # maybe with holes
+        if any(type(part) not in (Keep, Hide) for part in planes) or (planes and len(planes) + len(rows) > 1):
+            mask = batch * n * m * (1 if call.mask.shared_by_heads() else heads)
     if all(type(bias) is DenseBias for bias in call.biases) and len(call.biases) <= 1:
         return mask
     return mask if _by_distance(call) else max(mask, batch * heads * n * m)
@@ -101,7 +104,7 @@ def lower_mask(call: Call) -> Visible:
             if not whole:
                 rest.append(part)
         elif isinstance(part, Documents) and seen.documents is None:
-            q_ids, k_ids = part._sides(n)
+            q_ids, k_ids = part.sides(n)
             seen.documents = _small_numbers(q_ids, k_ids)
         else:
             rest.append(part)
@@ -145,18 +148,18 @@ def lower_biases(call: Call) -> Added | None:
     if _by_distance(call):
         origin, distances = _distances(call)
         total = _sum([bias.block(origin, distances) for bias in call.biases]).contiguous()  # (1|B, H, 1, N + M - 1)
-        strides = _strides(total)
+        strides = broadcast_strides(total)
         return Added(total, n - 1, (strides[0], strides[1], -1, 1))
     tile = call.whole()
     blocks = [b.weight if type(b) is DenseBias else b.block(tile.q_positions, tile.k_positions) for b in call.biases]
     total = _sum(blocks)
-    return Added(total, 0, _strides(total))
+    return Added(total, 0, broadcast_strides(total))
 
 
 def new_gradient(added: Added) -> Added:
     """Zeros for the gradient of what is added, one for each number that it has."""
     grad = torch.zeros(added.tensor.shape)
-    return Added(grad, added.first, added.strides if added.strides[2] < 0 else _strides(grad))
+    return Added(grad, added.first, added.strides if added.strides[2] < 0 else broadcast_strides(grad))
 
 
 def bias_gradients(call: Call, gradient: Tensor, wanted: list[bool]) -> list[Tensor]:
@@ -199,7 +202,6 @@ def _sum(blocks: list[Tensor]) -> Tensor:
     return total
 
 
-def _strides(x: Tensor) -> tuple[int, int, int, int]:
+def broadcast_strides(x: Tensor) -> tuple[int, ...]:
     """With 0 for axes that broadcast."""
-    a, b, c, d = (0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return a, b, c, d
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))

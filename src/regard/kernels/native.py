@@ -7,7 +7,7 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from regard.kernels.lowered import (
     Added,
     Visible,
     bias_gradients,
+    broadcast_strides,
     lower_biases,
     lower_mask,
     new_gradient,
@@ -78,7 +79,7 @@ def output(call: Call) -> Tensor:
 
 def look(call: Call, survey: Survey, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
     """The same, with statistics from the same pass. Measures that it does not know are shown the weights afterwards."""
-    out, lse = operators.new_output(call.q, call.v)
+    out, lse = operators.new_output(call.q, call.v if output else call.v[..., :0])
     known = [_is_known(one, call) for one in survey.measures]
     target = torch.empty(lse.shape, dtype=torch.int64)
     places = _places(survey, known) | {"target": target}
@@ -93,7 +94,7 @@ def look(call: Call, survey: Survey, *, output: bool = True) -> tuple[Tensor | N
     return (out if output else None), lse
 
 
-# By `_places`: where each statistic goes, and the sizes that belong to it.
+# The statistics in the order of `regard_args`, but for the heatmap; and whose they are.
 _STATISTICS = ("entropy", "peak", "target", "distance", "offset", "on_first", "received", "offsets")
 _KNOWN: dict[type[Measure], str] = {
     Entropy: "entropy",
@@ -131,14 +132,19 @@ def _attention(call: Call, out: Tensor | None, lse: Tensor, places: dict[str, An
     """Call C: fills `out`, `lse` and the statistics' places."""
     loaded = library.load()
     assert loaded is not None
-    packed, _alive = _packed(call, out, lse, places)
-    loaded.attention(packed)
+    packed = _packed(call, out, lse, places)
+    loaded.attention(packed.call)
 
 
-def _packed(
-    call: Call, out: Tensor | None, lse: Tensor, places: dict[str, Any] | None = None
-) -> tuple[bytes, list[Any]]:
-    """The call as C reads it, and what must live as long as it is read."""
+class _Packed(NamedTuple):
+    """The call as C reads it; the biases as they were lowered; and what else must live as long as it is read."""
+
+    call: bytes
+    added: Added | None
+    alive: tuple[Any, ...]
+
+
+def _packed(call: Call, out: Tensor | None, lse: Tensor, places: dict[str, Any] | None = None) -> _Packed:
     q, k, v = _in_rows(call.q), _in_rows(call.k), _in_rows(call.v)
     batch, heads, n, width = q.shape
     _, groups, m, value_width = v.shape
@@ -179,13 +185,13 @@ def _packed(
         0 if seen.key_start is None else seen.key_start.data_ptr(),
         0 if seen.key_end is None else seen.key_end.data_ptr(),
         *((0, 0, 0, 0) if documents is None else _documents(*documents)),
-        *((0, 0, 0, 0, 0) if dense is None else (dense.data_ptr(), *_broadcast_strides(dense))),
+        *((0, 0, 0, 0, 0) if dense is None else (dense.data_ptr(), *broadcast_strides(dense))),
         *((0, 0, 0, 0, 0) if added is None else _bias(added)),
-        *((0, 0, 0) if sinks is None else (sinks.data_ptr(), *_broadcast_strides(sinks))),
+        *((0, 0, 0) if sinks is None else (sinks.data_ptr(), *broadcast_strides(sinks))),
         *((0, 0, 0, 0, 0, 0, 0, 0, 1.0) if drop is None else _dropout(drop)),
         *found,
     )
-    return packed, [q, k, v, seen, added, sinks, drop]
+    return _Packed(packed, added, (q, k, v, seen, sinks, drop))
 
 
 _ALL = Visible()
@@ -212,13 +218,8 @@ def _address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _broadcast_strides(x: Tensor) -> tuple[int, ...]:
-    """With 0 for axes that broadcast."""
-    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape, x.stride(), strict=True))
-
-
 def _documents(q_ids: Tensor, k_ids: Tensor) -> tuple[int, int, int, int]:
-    return q_ids.data_ptr(), k_ids.data_ptr(), _broadcast_strides(q_ids)[0], _broadcast_strides(k_ids)[0]
+    return q_ids.data_ptr(), k_ids.data_ptr(), broadcast_strides(q_ids)[0], broadcast_strides(k_ids)[0]
 
 
 def _bias(added: Added) -> tuple[int, ...]:
@@ -227,7 +228,7 @@ def _bias(added: Added) -> tuple[int, ...]:
 
 def _dropout(drop: Dropout) -> tuple[int | float, ...]:
     rows, cols = drop.rows, drop.cols
-    strides = (*_broadcast_strides(rows), *_broadcast_strides(cols))
+    strides = (*broadcast_strides(rows), *broadcast_strides(cols))
     return rows.data_ptr(), cols.data_ptr(), *strides, threshold_of(drop.p), drop.kept
 
 
@@ -262,10 +263,9 @@ class _Loops:
         others = wanted[3:]
         want_sinks = others.pop(0) if call.sinks is not None else False
         d_sinks = lse.new_empty(lse.shape[:2]) if want_sinks else None
-        added = lower_biases(call)
-        d_added = new_gradient(added) if added is not None and any(others) else None
         d_out, out = _in_rows(d_out), _in_rows(out)
-        packed, alive = _packed(call, out, lse)
+        packed = _packed(call, out, lse)
+        d_added = new_gradient(packed.added) if packed.added is not None and any(others) else None
         gradients = GRADIENTS.pack(
             GRADIENTS.size,
             d_out.data_ptr(),
@@ -277,8 +277,7 @@ class _Loops:
             *((0, 0, 0, 0, 0) if d_added is None else _bias(d_added)),
             _address(d_sinks),
         )
-        loaded.backward(packed, gradients)
-        del alive
+        loaded.backward(packed.call, gradients)
         made: list[Tensor] = [grad.to(dtype) for grad in grads if grad is not None]
         if d_sinks is not None and call.sinks is not None:
             made.append(d_sinks.sum_to_size(call.sinks.shape).to(call.sinks.dtype))

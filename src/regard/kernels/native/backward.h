@@ -228,7 +228,7 @@ inline void advance(const regard_args &a, const regard_gradients &g, const Unit 
     const Block &block = of.block;
     const int64_t padded_k = whole_vectors(a.width), padded_v = whole_vectors(a.value_width);
     // A positive scale alone is left to the exponent; any other would make something else of what is hidden, -inf.
-    const bool transformed = a.softcap != 0.0f || a.bias || !(a.scale > 0.0f);
+    const bool transformed = transforms(a);
     Plan &plan = *of.plan;
     plan.each(from, to, [&](const Span &span) {
         const int64_t keys = span.last - span.first;

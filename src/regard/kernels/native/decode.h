@@ -358,7 +358,7 @@ void join(const Pieces &pieces, int64_t head, int64_t n) {
         const float *from = pieces.output(p) + n * pieces.row;
         for (int64_t e = 0; e < pieces.row; e += W) store(sum + e, load(sum + e) + load(from + e) * (float)part);
     }
-    const RowEnd end = end_of_row(a, item, query_head, base * factor * 0.6931471805599453, total);
+    const RowEnd end = end_of_row(a, item, query_head, base * natural_of(a), total);
     if (a.lse) a.lse[item * a.lse_stride[0] + query_head * a.lse_stride[1] + row * a.lse_stride[2]] = end.lse;
     if (!a.out) return;
     T *out = (T *)a.out + item * a.out_stride[0] + query_head * a.out_stride[1] + row * a.out_stride[2];

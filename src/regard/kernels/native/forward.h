@@ -150,6 +150,10 @@ inline bool transforms(const regard_args &a) { return a.softcap != 0.0f || a.bia
 // What scores are multiplied by in the exponent, base 2.
 inline float exponent_of(const regard_args &a) { return transforms(a) ? LOG2_E : (float)(a.scale * 1.4426950408889634); }
 
+// What they are multiplied by for base e: exactly, and not by way of base 2, for lse must agree with what the backward
+// pass computes again, however large the scores.
+inline double natural_of(const regard_args &a) { return transforms(a) ? 1.0 : a.scale; }
+
 // The queries into the lanes; nothing is seen yet.
 template <class T>
 void start(const regard_args &a, const Block &block, Desk &desk) {
@@ -255,8 +259,7 @@ inline RowEnd end_of_row(const regard_args &a, int64_t item, int64_t head, doubl
 
 inline void conclude(const regard_args &a, const Block &block, Desk &desk) {
     const Rows &rows = desk.rows;
-    // From scores as they were compared to base e.
-    const double to_e = a.softcap != 0.0f || a.bias || !(a.scale > 0.0f) ? 1.0 : a.scale;
+    const double to_e = natural_of(a);
     float *lse = a.lse ? a.lse + block.item * a.lse_stride[0] + block.head * a.lse_stride[1] : nullptr;
     for (int i = 0; i < block.rows; i++) {
         const RowEnd end = end_of_row(a, block.item, block.head, rows.base[i] * to_e, rows.total[i]);

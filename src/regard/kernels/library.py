@@ -1,7 +1,7 @@
 """The native library as Python sees it: where it is, what CPU it runs on, and its two functions.
 
-`native/args.h` describes the calls. They are packed as C lays them out, in one step: that costs a microsecond, and a
-tenth of what a ctypes structure filled name by name costs.
+`native/args.h` describes the calls. They are packed as C lays them out, in one step: a ctypes structure filled name by
+name would take longer than a small attention.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ struct Desk {
 };
 
 // Rows that lie apart, side by side: (B, N, H, D) strides land in few sets of the caches and a page each. Copied once per
-// block they cost little; read in place up to a third.
+// block they cost little.
 template <class T>
 const T *side_by_side(const T *from, int64_t stride, int64_t rows, int64_t width, float *to) {
     if (stride == width) return from;

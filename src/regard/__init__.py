@@ -1,5 +1,10 @@
 """regard: multi-head attention that you can see into."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from regard import cache, configurations, draw, heads, kernels, layouts, masks, measures, models, positions
 from regard.attention import attend, attention_weights, explain, measure
 from regard.cache import KVCache, RollingCache
@@ -7,6 +12,9 @@ from regard.draw import look
 from regard.heads import ablate, importance, prune, watch
 from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.layouts import swap
+
+if TYPE_CHECKING:
+    from regard import parallel
 
 __version__ = "0.1.0"
 
@@ -31,8 +39,16 @@ __all__ = [
     "measure",
     "measures",
     "models",
+    "parallel",
     "positions",
     "prune",
     "swap",
     "watch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`regard.parallel` when it is asked for: torch's tools for many processes take long to import."""
+    if name == "parallel":
+        return importlib.import_module("regard.parallel")
+    raise AttributeError(f"module 'regard' has no attribute {name!r}")

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,11 +25,32 @@ from regard.measures import Measure, MeasureLike, Measurements, Plane, Survey, a
 from regard.positions import Alibi, Bias, DenseBias, RelativeBias, as_biases
 from regard.positions.bias import Buckets
 
-__all__ = ["BiasLike", "attend", "attention_weights", "explain", "look", "measure", "plane_of"]
+__all__ = ["BiasLike", "Spread", "attend", "attention_weights", "explain", "look", "measure", "plane_of"]
 
 BiasLike: TypeAlias = Tensor | Bias | Alibi | RelativeBias | Sequence["BiasLike"]
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Spread(Protocol):
+    """Attention of which other processes have the other heads or tokens; `regard.parallel` makes them."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """As the function, for the heads and tokens that are here."""
+        ...
+
+    def weights(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
+        """As `attention_weights`, for the heads and queries that are here, against all keys."""
+        ...
+
+    def seen(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Call, Callable[..., Tensor]]:
+        """For those who look: all tokens of some heads as one call, and what puts together what is found of them:
+        (B, h, ...) of the heads here to (B, H, ...) of all."""
+        ...
+
+    def whole_of(self, x: Tensor, dim: int) -> Tensor:
+        """What each process has for its own queries, put together."""
+        ...
 
 
 def attend(
@@ -47,6 +68,7 @@ def attend(
     dropout: float = 0.0,
     generator: torch.Generator | None = None,
     kernel: str = "auto",
+    spread: Spread | None = None,
 ) -> Tensor:
     """Scaled dot-product attention of every head: softmax(q k^T * scale) v.
 
@@ -67,6 +89,8 @@ def attend(
         dropout: probability that a weight is dropped. A function does not know about training: pass 0 in evaluation.
         generator: where dropout's seed comes from; torch's default one else.
         kernel: "auto", or one of `regard.kernels.available()`; one that cannot serve raises and says why.
+        spread: where heads or tokens are spread over processes, how; a layer that was sharded by `regard.parallel`
+            gives it.
 
     Returns:
         (B, H, N, E). A query that may see nothing gets 0.
@@ -93,7 +117,11 @@ def attend(
             dropout=dropout,
             generator=generator,
             kernel=kernel,
+            **({} if spread is None else {"spread": spread}),
         )
+    if spread is not None:
+        given = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
+        return spread.attend(q, k, v, kernel=kernel, positions=positions, key_positions=key_positions, **given)
     call = prepare(
         q,
         k,

@@ -23,8 +23,8 @@ from regard.masks import Causal, Mask, Padding, Prefix, Window
 
 __all__ = ["KVCache", "RollingCache", "Slots", "Turn"]
 
-# Turns keys to where they stand: (keys, positions or the first of them, length of the whole) -> keys
-Turn: TypeAlias = Callable[[Tensor, "Tensor | int", int], Tensor]
+# Turns keys to where they stand: (keys, positions or the first of them, length of the whole if known) -> keys
+Turn: TypeAlias = Callable[[Tensor, "Tensor | int", "int | None"], Tensor]
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,8 @@ class KVCache:
         """Add new keys, turned to where they stand, and values; returns all of both, and where everything stands."""
         held, new = len(self), keys.shape[2]
         slots = self.number(new, positions)
-        keys = turn(keys, held if slots.positions is None else slots.positions, held + new)
+        stand = (held, held + new) if slots.positions is None else (slots.positions, None)
+        keys = turn(keys, *stand)
         return *self.append(keys, values), slots
 
     def recall(self, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Slots]:

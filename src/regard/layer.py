@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -131,6 +132,7 @@ class MultiHeadAttention(nn.Module):
         if init not in ("xavier", "normal"):
             raise bad_value("init", expected='"xavier" or "normal"', received=repr(init))
         self.init = init
+        self.spread: Any = None  # where heads or tokens are spread over processes: how (see `regard.parallel`)
         self.reset_parameters()
 
     @classmethod
@@ -241,7 +243,14 @@ class MultiHeadAttention(nn.Module):
             return self.forward(query[None], key, value, **same)[0]
         key = query if key is None else key
         value = key if value is None else value
-        self._check_inputs(query, key, value)
+        spread = None
+        if self.spread is None:
+            self._check_inputs(query, key, value)
+        else:
+            options = {"mask": mask, "bias": bias, "positions": positions, "cache": cache}
+            dropout = self.dropout if self.training else 0.0
+            check = partial(self._check_inputs, query, key, value)
+            spread = self.spread(query, key, check, dropout=dropout, **options)
 
         with nullcontext() if cache is None else cache.attending():
             if cache is not None and cache.complete:
@@ -255,13 +264,26 @@ class MultiHeadAttention(nn.Module):
                 q = self._split(q, self.q_norm, self.head_dim)  # (B, H, N, D)
                 k = self._split(k, self.k_norm, self.head_dim)  # (B, G, M, D)
                 v = self._split(v, None, self.value_head_dim)  # (B, G, M, E)
-                k, v, slots = self._place_keys(k, v, positions, cache, own=key is query)
-            q, k = self._place_queries(q, k, slots)
+                if spread is not None and spread.parts:  # some of the tokens: where they stand, the whole decides
+                    slots = Slots()
+                    q, k = (self._turn(x, *stand) for x, stand in zip((q, k), spread.stand(q.device), strict=True))
+                else:
+                    k, v, slots = self._place_keys(k, v, positions, cache, own=key is query)
+            if spread is None or not spread.parts:
+                q, k = self._place_queries(q, k, slots)
             options = self._options(slots, mask, bias)
-            out = attend(q, k, v, dropout=self.dropout if self.training else 0.0, kernel=self.kernel, **options)
-            weights = attention_weights(q, k, **options) if need_weights else None
+            dropout = self.dropout if self.training else 0.0
+            out = attend(q, k, v, dropout=dropout, kernel=self.kernel, spread=spread, **options)
+            weights = None
+            if need_weights:
+                weights = attention_weights(q, k, **options) if spread is None else spread.weights(q, k, **options)
         out = project(self.out_proj, out.transpose(1, 2).flatten(2))  # heads side by side, (B, N, H * E) -> (B, N, W)
+        out = out if spread is None else spread.marked(out)
         return out if weights is None else (out, weights)
+
+    def like(self, x: Tensor, query: Tensor) -> Tensor:
+        """x, made token by token of what is the layer's query: where tokens are spread over processes, the same part."""
+        return x if self.spread is None else self.spread.like(x, query)
 
     def _split(self, x: Tensor, norm: nn.Module | None, width: int) -> Tensor:
         """(B, N, heads * width) -> (B, heads, N, width). The heads are counted from x: it may hold a shard of them."""
@@ -270,12 +292,10 @@ class MultiHeadAttention(nn.Module):
             x = norm(x.to(next(norm.parameters()).dtype)).to(x.dtype)  # autocast leaves the weights wider than x
         return x.transpose(1, 2)
 
-    def _turn(self, x: Tensor, positions: Tensor | int, length: int) -> Tensor:
-        """x (B, heads, N, D) turned to its positions, where they are rotary."""
+    def _turn(self, x: Tensor, positions: Tensor | int, length: int | None) -> Tensor:
+        """x (B, heads, N, D) turned to its positions in a text of some length, where they are rotary."""
         rotary = self.position_encoding
-        if not isinstance(rotary, Rotary):
-            return x
-        return rotary(x, positions, length=None if isinstance(positions, Tensor) else length)
+        return rotary(x, positions, length=length) if isinstance(rotary, Rotary) else x
 
     def _place_keys(
         self, k: Tensor, v: Tensor, positions: Tensor | None, cache: KVCache | RollingCache | None, *, own: bool
@@ -286,19 +306,21 @@ class MultiHeadAttention(nn.Module):
         """
         if cache is None:
             slots = Slots(positions=positions, key_positions=positions if own else None)
-            return self._turn(k, 0 if slots.key_positions is None else slots.key_positions, k.shape[2]), v, slots
+            stand = (0, k.shape[2]) if slots.key_positions is None else (slots.key_positions, None)
+            return self._turn(k, *stand), v, slots
         k, v, slots = cache.extend(k, v, self._turn, positions if own else None)
         return k, v, slots if own else replace(slots, positions=positions)
 
     def _place_queries(self, q: Tensor, k: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
         """Queries, turned; and the keys that they meet."""
         n, m = q.shape[2], k.shape[2]
-        turned = self._turn(q, m - n if slots.positions is None else slots.positions, m)
+        stand = (m - n, m) if slots.positions is None else (slots.positions, None)
+        turned = self._turn(q, *stand)
         if not slots.sinks or not isinstance(self.position_encoding, Rotary):
             return turned, k
         # Queries meet the first keys as if they stood nearer. One product serves both: a query carries both turns side
         # by side, and each key is zero beside the one that is not for it.
-        nearer = self._turn(q, torch.arange(m - n, m, device=q.device).clamp(max=slots.last), m)
+        nearer = self._turn(q, torch.arange(m - n, m, device=q.device).clamp(max=slots.last), None)
         width, first = q.shape[3], slots.sinks
         both = k.new_zeros(*k.shape[:3], 2 * width)
         both[:, :, first:, :width] = k[:, :, first:]
@@ -473,10 +495,10 @@ class AttentionBlock(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As the layer's: (B, N, W) to (B, N, W), with the weights beside it where `need_weights`."""
         pre = self.order == "pre"
-        result = self.layer(self.norm(query) if pre else query, key, value, **options)
+        result = self.layer(self.layer.like(self.norm(query), query) if pre else query, key, value, **options)
         out, weights = result if isinstance(result, tuple) else (result, None)
         out = query + self.dropout(out)
-        out = out if pre else self.norm(out)
+        out = self.layer.like(out if pre else self.norm(out), query)
         return out if weights is None else (out, weights)
 
     def extra_repr(self) -> str:

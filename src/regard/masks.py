@@ -6,8 +6,9 @@ ever needs the whole N x M matrix, and masks compose with `&`, `|` and `~`.
 `Causal`, `Window` and `Prefix` compare *positions* (where a token stands); `Padding`, `Documents`, `Keep` and `Hide`
 index *slots* (where it lies in the tensor). The two differ with caches, packed sequences and padding on the left.
 
-A new mask is one class: `fields` names what it is made of, `check` refuses wrong sizes, `block` answers for a tile,
-and `survey` (optional) says which tiles are wholly hidden or wholly visible, so that kernels can skip them.
+A new mask is one class: `fields` names what it is made of, `check` refuses wrong sizes, `block` answers for a tile.
+Optional: `survey` says which tiles are wholly hidden or wholly visible, so that kernels can skip them, and `part` gives
+the mask of one tile, so that a part of the plane can be computed alone.
 
 Letters: B batch, H query heads, N queries, M keys; n, m the sides of one tile; R, C the number of tiles down, across.
 """
@@ -88,6 +89,18 @@ class Grid:
         low, high = _extremes(per_key, self.width)
         return low[:, None, :], high[:, None, :]
 
+    def tiles(self, plane: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and the greatest of (B|1, N|1, M|1), numbers from 0 to 1, within each tile: two of
+        (B|1, R|1, C|1)."""
+        low = high = plane
+        for axis, size in ((1, self.height), (2, self.width)):
+            if plane.shape[axis] > 1:
+                short = -plane.shape[axis] % size
+                pad = [0, 0, 0, short] if axis == 1 else [0, short]
+                low = torch.nn.functional.pad(low, pad, value=1).unflatten(axis, (-1, size)).amin(axis + 1)
+                high = torch.nn.functional.pad(high, pad, value=0).unflatten(axis, (-1, size)).amax(axis + 1)
+        return low, high
+
 
 def _extremes(values: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Least and greatest of each run of `size` values: (B, L) -> two (B, ceil(L / size))."""
@@ -127,6 +140,12 @@ class Mask:
         """Which tiles are wholly hidden or wholly visible. By default nothing is known."""
         unknown = torch.ones(1, 1, 1, dtype=torch.bool, device=grid.q_positions.device)
         return Survey(unknown, ~unknown)
+
+    def part(self, tile: Tile, heads: slice, shift: int) -> Mask:
+        """The same mask for a tile alone, with all batch items and some heads: slots are counted from its corner, and
+        positions from `shift`. By default what it says of the tile is evaluated."""
+        visible = self.block(tile)
+        return Keep(visible[:, heads] if visible.shape[1] > 1 else visible)
 
     def sees_all(self, first: int, queries: int, keys: int) -> bool:
         """Whether it is known to hide nothing from queries at `first`, `first` + 1, ... of keys at 0, 1, ..."""
@@ -204,6 +223,9 @@ class Causal(Mask):
     def block(self, tile: Tile) -> Tensor:
         return (tile.k_positions[:, None, :] <= tile.q_positions[:, :, None])[:, None]
 
+    def part(self, tile: Tile, heads: slice, shift: int) -> Mask:
+        return self
+
     def sees_all(self, first: int, queries: int, keys: int) -> bool:
         return first >= keys - 1  # every query stands at or after the last key, as in decoding
 
@@ -251,6 +273,9 @@ class Window(Mask):
         ahead = tile.k_positions[:, None, :] - tile.q_positions[:, :, None]  # (B|1, n, m)
         return ((ahead >= -self.before) & (ahead <= self.after))[:, None]
 
+    def part(self, tile: Tile, heads: slice, shift: int) -> Mask:
+        return self
+
     def sees_all(self, first: int, queries: int, keys: int) -> bool:
         return first + queries - 1 <= self.before and keys - 1 - first <= self.after  # wider than the plane
 
@@ -279,15 +304,19 @@ class Prefix(Mask):
             _whole_number("Prefix", n, at_least=0)
         self.n = n
 
-    def _n(self, batch: slice = slice(None)) -> Tensor | int:
+    def _n(self, batch: slice) -> Tensor | int:
         return _of_batch(self.n, batch)[:, None] if isinstance(self.n, Tensor) else self.n
 
     def block(self, tile: Tile) -> Tensor:
         return (tile.k_positions < self._n(tile.batch))[:, None, None, :]
 
+    def part(self, tile: Tile, heads: slice, shift: int) -> Mask:
+        return Prefix((self.n - shift).clamp(min=0) if isinstance(self.n, Tensor) else max(self.n - shift, 0))
+
     def survey(self, grid: Grid) -> Survey:
-        low, high = _extremes(grid.k_positions, grid.width)
-        return Survey((low < self._n())[:, None, :], (high < self._n())[:, None, :])
+        low, high = grid.cols(grid.k_positions)
+        n = self.n[:, None, None] if isinstance(self.n, Tensor) else self.n
+        return Survey(low < n, high < n)
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         if isinstance(self.n, Tensor):
@@ -338,15 +367,20 @@ class Padding(Mask):
         slots = torch.arange(tile.cols.start, tile.cols.stop, device=self.lengths.device)
         return (slots < _of_batch(self.lengths, tile.batch)[:, None])[:, None, None, :]
 
+    def part(self, tile: Tile, heads: slice, shift: int) -> Mask:
+        if self.keep is not None:
+            return Padding(keep=self.keep[:, tile.cols])
+        assert self.lengths is not None
+        return Padding(lengths=(self.lengths - tile.cols.start).clamp(min=0))
+
     def survey(self, grid: Grid) -> Survey:
         if self.keep is not None:
-            low, high = _extremes(self.keep.to(torch.uint8), grid.width)
-            return Survey((high > 0)[:, None, :], (low > 0)[:, None, :])
+            low, high = grid.cols(self.keep.to(torch.uint8))
+            return Survey(high > 0, low > 0)
         assert self.lengths is not None
-        starts = torch.arange(0, grid.keys, grid.width, device=self.lengths.device)
-        stops = (starts + grid.width).clamp(max=grid.keys)
+        first, last = grid.cols(torch.arange(grid.keys, device=self.lengths.device)[None])
         lengths = self.lengths[:, None, None]
-        return Survey(starts < lengths, stops <= lengths)
+        return Survey(first < lengths, last < lengths)
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         if self.keep is not None:
@@ -387,6 +421,10 @@ class Documents(Mask):
     def block(self, tile: Tile) -> Tensor:
         q_ids, k_ids = (_of_batch(ids, tile.batch) for ids in self.sides(tile.queries))
         return (q_ids[:, tile.rows, None] == k_ids[:, None, tile.cols])[:, None]
+
+    def part(self, tile: Tile, heads: slice, shift: int) -> Mask:
+        q_ids, k_ids = self.sides(tile.queries)
+        return Documents(q_ids[:, tile.rows], k_ids[:, tile.cols])
 
     def survey(self, grid: Grid) -> Survey:
         q_ids, k_ids = self.sides(grid.queries)
@@ -430,10 +468,15 @@ class Keep(Mask):
         part = part[..., tile.cols] if part.shape[3] > 1 else part
         return part if self.sense else ~part
 
+    def part(self, tile: Tile, heads: slice, shift: int) -> Mask:
+        own = self.tensor[:, heads] if self.tensor.shape[1] > 1 else self.tensor
+        own = own[:, :, tile.rows] if own.shape[2] > 1 else own
+        return type(self)(own[..., tile.cols] if own.shape[3] > 1 else own)
+
     def survey(self, grid: Grid) -> Survey:
         seen = self.tensor.to(torch.uint8)
         low, high = seen.amin(1), seen.amax(1)  # over heads: (B|1, N|1, M|1)
-        low, high = _tiles(low, grid)[0], _tiles(high, grid)[1]
+        low, high = grid.tiles(low)[0], grid.tiles(high)[1]
         some, every = high > 0, low > 0
         return Survey(some, every) if self.sense else Survey(~every, ~some)
 
@@ -472,6 +515,9 @@ class And(Mask):
 
     def block(self, tile: Tile) -> Tensor:
         return self.left.block(tile) & self.right.block(tile)
+
+    def part(self, tile: Tile, heads: slice, shift: int) -> Mask:
+        return type(self)(self.left.part(tile, heads, shift), self.right.part(tile, heads, shift))
 
     def sees_all(self, first: int, queries: int, keys: int) -> bool:
         return self.left.sees_all(first, queries, keys) and self.right.sees_all(first, queries, keys)
@@ -515,6 +561,9 @@ class Not(Mask):
 
     def block(self, tile: Tile) -> Tensor:
         return ~self.inner.block(tile)
+
+    def part(self, tile: Tile, heads: slice, shift: int) -> Mask:
+        return Not(self.inner.part(tile, heads, shift))
 
     def survey(self, grid: Grid) -> Survey:
         inner = self.inner.survey(grid)
@@ -581,18 +630,6 @@ def whole(
         p.to(torch.int64).view(1, -1) if p.dim() == 1 else p.to(torch.int64) for p in (positions, key_positions)
     )
     return Tile(queries, slice(None), slice(0, queries), slice(0, keys), q_positions, k_positions)
-
-
-def _tiles(plane: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    """Least and greatest of (B|1, N|1, M|1) within each tile: two of (B|1, R|1, C|1)."""
-    low = high = plane
-    for axis, size in ((1, grid.height), (2, grid.width)):
-        if plane.shape[axis] > 1:
-            short = -plane.shape[axis] % size
-            pad = [0, 0, 0, short] if axis == 1 else [0, short]
-            low = torch.nn.functional.pad(low, pad, value=1).unflatten(axis, (-1, size)).amin(axis + 1)
-            high = torch.nn.functional.pad(high, pad, value=0).unflatten(axis, (-1, size)).amax(axis + 1)
-    return low, high
 
 
 def _of_batch(tensor: Tensor, batch: slice) -> Tensor:

@@ -29,7 +29,7 @@ from regard.kernels.tracing import traced
 from regard.measures import Strip, Survey
 from regard.positions import Bias, DenseBias
 
-__all__ = ["forward", "look", "name", "output", "why_not"]
+__all__ = ["backward", "forward", "look", "name", "output", "why_not"]
 
 name = "blockwise"
 
@@ -57,6 +57,11 @@ def worth(call: Call) -> bool:
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, E) and log-sum-exp (B, H, N)."""
     return run(call)
+
+
+def backward(call: Call, out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[bool]) -> list[Tensor]:
+    """The wanted gradients of `call.learned()`, where out and lse may be of more keys than the call has."""
+    return _Loops().backward(call, out, lse, d_out, torch.zeros_like(lse), wanted, 0, 0)
 
 
 def output(call: Call) -> Tensor:

@@ -5,6 +5,9 @@ A kernel is a module (or object) with
     name                                  what `kernel="..."` names
     why_not(call) -> str | None           None where it can serve the call, else why not, in words
     forward(call) -> (out, lse)           out (B, H, N, E) in q's dtype; lse (B, H, N) in `accumulation_dtype`
+    backward(call, out, lse, d_out, wanted)
+                                          the gradients of `call.learned()` that are wanted, where out and lse are those
+                                          of more keys than the call has: they were merged (`regard.parallel`)
     output(call) -> out                   the same without lse, where that is cheaper
     look(call, survey) -> (out, lse)      the same while the weights are shown to measures; without gradient
     worth(call) -> bool                   whether "auto" should take it rather than ask the next one
@@ -105,6 +108,25 @@ class Call:
         """The whole plane as one tile."""
         return self.tile(slice(None), slice(0, self.q.shape[2]), slice(0, self.k.shape[2]))
 
+    def part(self, q: Tensor, k: Tensor, v: Tensor, heads: slice, rows: slice, cols: slice) -> Call:
+        """The same attention for some heads, queries and keys alone, which are given (B, h, n, D), (B, g, m, D) and
+        (B, g, m, E): what hides, adds and places is cut to fit. Without dropout, whose numbers are the whole's."""
+        tile = self.tile(slice(None), rows, cols)
+        contiguous = self.positions is None and self.key_positions is None
+        return replace(
+            self,
+            q=q,
+            k=k,
+            v=v,
+            q_start=self.q_start + rows.start - cols.start if contiguous else self.q_start,
+            mask=None if self.mask is None else self.mask.part(tile, heads, cols.start if contiguous else 0),
+            biases=tuple(bias.with_weight(bias.weight[bias.where(heads, rows, cols)]) for bias in self.biases),
+            positions=None if contiguous else tile.q_positions,
+            key_positions=None if contiguous else tile.k_positions,
+            sinks=None if self.sinks is None else self.sinks[:, heads],
+            dropout=None,
+        )
+
     def grid(self, height: int, width: int) -> Grid:
         """The whole plane cut into tiles, as masks want it."""
         tile = self.whole()
@@ -122,6 +144,8 @@ class Kernel(Protocol):
     def worth(self, call: Call) -> bool: ...
 
     def forward(self, call: Call) -> tuple[Tensor, Tensor]: ...
+
+    def backward(self, call: Call, out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[bool]) -> list[Tensor]: ...
 
     def output(self, call: Call) -> Tensor: ...
 

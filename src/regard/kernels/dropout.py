@@ -5,7 +5,7 @@ mixing the two with two multiplications, so a block of any shape is found on dem
 
     x = row ^ col;  x *= A;  x ^= x >> 15;  x *= C;  keep = x >= threshold    (wrapping signed 32-bit, arithmetic shift)
 
-The numbers that are hashed are global ones: a sharded run takes its slice of `rows` and `cols`.
+The numbers that are hashed are global ones: a sharded run asks for its part of them (`Dropout.at`).
 
 Letters: B batch, H query heads, N queries, M keys; n, m the sides of one block.
 """
@@ -49,13 +49,18 @@ class Dropout:
     @staticmethod
     def of(p: float, seed: Tensor, batch: int, heads: int, queries: int, keys: int) -> Dropout:
         """The dropout of a whole call: head h of item b is number b * heads + h; rows and columns count from 0."""
-        seed = seed.to(torch.int32)
         head, row, col = (
             torch.arange(count, device=seed.device, dtype=torch.int32) for count in (batch * heads, queries, keys)
         )
-        rows = _mix(_mix(seed + head * _GOLDEN)[:, None] + row * _GOLDEN)
-        cols = _mix(~seed + col * _GOLDEN)
-        return Dropout(p, rows.view(batch, heads, queries), cols[None])
+        return Dropout.at(p, seed, head.view(batch, heads), row, col)
+
+    @staticmethod
+    def at(p: float, seed: Tensor, head: Tensor, row: Tensor, col: Tensor) -> Dropout:
+        """The dropout of a part of a call: its heads (B, H), rows (N,) and columns (M,), by their numbers (int32) in the
+        whole."""
+        seed = seed.to(torch.int32)
+        rows = _mix(_mix(seed + head * _GOLDEN)[:, :, None] + row * _GOLDEN)
+        return Dropout(p, rows, _mix(~seed + col * _GOLDEN)[None])
 
     @property
     def kept(self) -> float:

@@ -19,7 +19,7 @@ from regard.masks import Causal, Mask, conjuncts
 from regard.measures import Survey
 from regard.positions import DenseBias
 
-__all__ = ["forward", "look", "name", "output", "why_not"]
+__all__ = ["backward", "forward", "look", "name", "output", "why_not"]
 
 name = "fused"
 
@@ -123,6 +123,11 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     if mask is not None:  # torch writes 0 for a row that may see nothing
         lse = lse.masked_fill(mask.isneginf().all(-1), float("-inf"))
     return (output(call) if torch.is_grad_enabled() else out), lse
+
+
+def backward(call: Call, out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[bool]) -> list[Tensor]:
+    """torch's own wants the log-sum-exp of its own keys; so here it is `blockwise`'s."""
+    return blockwise.backward(call, out, lse, d_out, wanted)
 
 
 def look(call: Call, survey: Survey, *, output: bool = True) -> tuple[Tensor | None, Tensor]:

@@ -29,7 +29,7 @@ from regard.kernels.lowered import (
 )
 from regard.measures import Distance, Entropy, Heatmap, Measure, Offset, Offsets, OnFirst, Peak, Received, Survey
 
-__all__ = ["forward", "look", "name", "output", "why_not"]
+__all__ = ["backward", "forward", "look", "name", "output", "why_not"]
 
 name = "native"
 
@@ -70,6 +70,11 @@ def worth(call: Call) -> bool:
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, E) and log-sum-exp (B, H, N)."""
     return run(call)
+
+
+def backward(call: Call, out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[bool]) -> list[Tensor]:
+    """The wanted gradients of `call.learned()`, where out and lse may be of more keys than the call has."""
+    return _Loops().backward(call, out, lse, d_out, torch.zeros_like(lse), wanted, 0, 0)
 
 
 def output(call: Call) -> Tensor:

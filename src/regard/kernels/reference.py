@@ -5,6 +5,8 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from regard.kernels.call import Call
 from regard.measures import Strip, Survey
 from regard.positions import DenseBias
 
-__all__ = ["STAGES", "forward", "look", "name", "output", "scores", "weights", "why_not"]
+__all__ = ["STAGES", "backward", "forward", "look", "name", "output", "scores", "weights", "why_not"]
 
 name = "reference"
 STAGES = ("scaled", "capped", "biased", "weights")
@@ -65,6 +67,25 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, E) and log-sum-exp (B, H, N)."""
     p, lse = weights(call)
     return _values(call, p), lse
+
+
+def backward(call: Call, out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[bool]) -> list[Tensor]:
+    """The wanted gradients of `call.learned()`, by the formula: dS = P * (dO V^T - rowsum(dO * O)), P = exp(S - lse)."""
+    assert call.sinks is None, "a sink enters once, where all keys have been merged"
+    learned = [x.detach().requires_grad_(want) for x, want in zip(call.learned(), wanted, strict=True)]
+    call = call.with_learned(learned)
+    d_out, empty = d_out.to(call.dtype), lse.isneginf()[..., None]
+    with torch.enable_grad():
+        s = scores(call)
+        p = (s.detach() - lse.masked_fill(empty[..., 0], 0.0)[..., None]).exp().masked_fill(empty, 0.0)
+        p = p.requires_grad_()
+        values = _values(replace(call, q=call.q.to(call.dtype)), p)  # in the dtype that sums are computed in
+        delta = (out.to(call.dtype) * d_out).sum(-1, keepdim=True)
+        grads = [x for x, want in zip(learned, wanted, strict=True) if want]
+        d_p, *direct = torch.autograd.grad(values, [p, *grads], d_out, allow_unused=True)
+        through = torch.autograd.grad(s, grads, p.detach() * (d_p - delta), allow_unused=True)
+    both = zip(grads, direct, through, strict=True)
+    return [sum((part for part in parts if part is not None), torch.zeros_like(x)) for x, *parts in both]
 
 
 def output(call: Call) -> Tensor:

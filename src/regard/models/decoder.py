@@ -6,6 +6,7 @@ Letters: B batch, N new tokens, M tokens so far (cached and new), W model width,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,7 +67,10 @@ class Decoder(TextModel):
             (B, N, V); what stands at padding is without meaning.
         """
         states = self.hidden(ids, keep=keep, cache=cache)
-        return project(self.head, states) if head else states
+        if not head:
+            return states
+        logits = project(self.head, states)
+        return logits if self.spread is None else self.spread.like(logits, states)
 
     def hidden(
         self,
@@ -81,21 +85,29 @@ class Decoder(TextModel):
         `states`, if given, is filled with what goes into the first layer and what comes out of each, layers + 1 of
         them; the last after the final norm.
         """
-        self._check_ids(ids, keep)
+        if self.spread is None:
+            self._check_ids(ids, keep)
         if ids.dim() == 1:
             x = self.hidden(ids[None], keep=None if keep is None else keep[None], cache=cache, states=states)
             if states is not None:
                 states[:] = [state[0] for state in states]
             return x[0]
+        text = None
+        if self.spread is not None:  # these are some tokens of a text, and `keep` is the whole's
+            text = self.spread.text(ids, keep, partial(self._check_ids, ids, keep), cache)
+            keep = text.keep
         self._check_cache(cache)
-        held = self._held(cache, keep, ids)
-        x = self.embedding(ids, self._positions(ids, keep, held))
-        slots = self._slots(ids, keep, held)
+        held = self._held(cache, keep, ids.shape[1] if text is None else text.length)
+        if text is None:
+            x = self.embedding(ids, self._positions(ids.shape[1], keep, held))
+        else:
+            x = text.marked(self.embedding(ids, text.part(self._positions(text.length, keep, held))))
+        slots = self._slots(ids.shape[1], keep, held)
         for i, block in enumerate(self.blocks):
             if states is not None:
                 states.append(x)
             x = block(x, mask=self._mask(i, keep), positions=slots, cache=None if cache is None else cache[i])
-        x = self.norm(x)
+        x = self.norm(x) if text is None else text.marked(self.norm(x))
         if states is not None:
             states.append(x)
         return x
@@ -171,17 +183,17 @@ class Decoder(TextModel):
         mask = Causal() if window is None else Window(window)
         return mask if keep is None else mask & Padding(keep=keep)
 
-    def _positions(self, ids: Tensor, keep: Tensor | None, held: Tensor | int) -> Tensor | int:
-        """For learned positions: which one each token has."""
+    def _positions(self, new: int, keep: Tensor | None, held: Tensor | int) -> Tensor | int:
+        """For learned positions: which one each of the new tokens has, or the first of them."""
         if self.embedding.places is None:
             return 0
         if keep is not None:
-            return (keep.cumsum(1) - 1).clamp_(min=0)[:, -ids.shape[1] :]
+            return (keep.cumsum(1) - 1).clamp_(min=0)[:, -new:]
         if isinstance(held, int):
             return held
-        return held[:, None] + ids.new_ones(ids.shape[1]).cumsum(0) - 1
+        return held[:, None] + torch.arange(new, device=held.device)
 
-    def _slots(self, ids: Tensor, keep: Tensor | None, held: Tensor | int) -> Tensor | None:
+    def _slots(self, new: int, keep: Tensor | None, held: Tensor | int) -> Tensor | None:
         """Where the new tokens stand, (B, N), where padding lies between them and the cached ones: a batch padded on
         the right that goes on. None where they follow each other."""
         if keep is None or self.embedding.places is not None or isinstance(held, Tensor) or not held:
@@ -190,7 +202,7 @@ class Decoder(TextModel):
         places = keep.int().argmax(1)[:, None] + keep.cumsum(1) - 1  # from each row's first token on
         if not torch.compiler.is_compiling() and bool(((places == slots) | ~keep).all()):
             return None
-        return places.clamp_(min=0)[:, -ids.shape[1] :]
+        return places.clamp_(min=0)[:, -new:]
 
     def _check_cache(self, cache: Cache | None) -> None:
         """Raise where it is not one cache for each layer."""
@@ -203,7 +215,7 @@ class Decoder(TextModel):
             raise bad_value("cache", expected=f"one per layer, {len(self.blocks)}", received=len(cache),
                             remedy="model.new_cache()")  # fmt: skip
 
-    def _held(self, cache: Cache | None, keep: Tensor | None, ids: Tensor) -> Tensor | int:
+    def _held(self, cache: Cache | None, keep: Tensor | None, new: int) -> Tensor | int:
         """How many tokens the cache holds; (B,) where rows differ. Raises where `keep` does not count them all."""
         if cache is None:
             held = 0
@@ -215,7 +227,7 @@ class Decoder(TextModel):
             lengths = cache[0].lengths if isinstance(cache[0], KVCache) and cache[0].ragged else None
             if lengths is not None and keep is None:
                 return lengths
-        if keep is not None and keep.shape[1] != held + ids.shape[1]:
-            raise bad_value("keep", expected=f"one flag per token, {held} cached and {ids.shape[1]} new",
+        if keep is not None and keep.shape[1] != held + new:
+            raise bad_value("keep", expected=f"one flag per token, {held} cached and {new} new",
                             received=shape_of(keep))  # fmt: skip
         return held

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,23 +63,33 @@ class Encoder(TextModel):
         Returns:
             (B, N, W); what stands at padding is without meaning.
         """
-        self._check_ids(ids, keep)
+        if self.spread is None:
+            self._check_ids(ids, keep)
         if ids.dim() == 1:
             one = [None if x is None else x[None] for x in (keep, token_types)]
             x = self(ids[None], keep=one[0], token_types=one[1], states=states)
             if states is not None:
                 states[:] = [state[0] for state in states]
             return x[0]
+        text = None
+        if self.spread is not None:  # these are some tokens of a text, and `keep` is the whole's
+            text = self.spread.text(ids, keep, partial(self._check_ids, ids, keep))
+            keep = text.keep
         if token_types is not None:
             self._check_types(token_types, ids)
-        if keep is not None and keep.shape != ids.shape:
+        if keep is not None and text is None and keep.shape != ids.shape:
             raise bad_value("keep", expected=f"one flag per token, {shape_of(ids)}", received=shape_of(keep))
-        x = self.embedding(ids, 0 if keep is None else (keep.cumsum(1) - 1).clamp_(min=0), token_types)
+        positions = 0 if keep is None else (keep.cumsum(1) - 1).clamp_(min=0)
+        if text is None:
+            x = self.embedding(ids, positions, token_types)
+        else:
+            x = text.marked(self.embedding(ids, text.part(positions), token_types))
         for i, block in enumerate(self.blocks):
             if states is not None:
                 states.append(x)
             x = block(x, mask=self._mask(i, keep))
         x = x if self.norm is None else self.norm(x)
+        x = x if text is None else text.marked(x)
         if states is not None:
             states.append(x)
         return x

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,7 @@ class TextModel(nn.Module):
         super().__init__()
         self.config, self.tokenizer, self.name = config, tokenizer, name
         self.unused: tuple[str, ...] = ()
+        self.spread: Any = None  # where texts are spread over processes: how (see `regard.parallel`)
 
     @property
     def device(self) -> torch.device:

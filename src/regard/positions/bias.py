@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
+from types import EllipsisType
 from typing import Any, ClassVar, cast
 
 import torch
@@ -42,6 +43,10 @@ class Bias:
         """Add to `into` (the gradient of `weight`) what the gradient (B, H, n, m) of one block gives it."""
         raise NotImplementedError(f"{type(self).__name__} has no gradient")
 
+    def where(self, heads: slice, rows: slice, cols: slice) -> tuple[slice | EllipsisType, ...]:
+        """Which part of `weight` some heads, queries and keys need."""
+        return (..., heads)
+
     def with_weight(self, weight: Tensor) -> Bias:
         """The same bias with another weight, such as that of some batch items."""
         other = copy(self)
@@ -68,6 +73,10 @@ class DenseBias(Bias):
         part = part[batch] if part.shape[0] > 1 else part
         part = part[:, :, rows] if part.shape[2] > 1 else part
         return part[..., cols] if part.shape[3] > 1 else part
+
+    def where(self, heads: slice, rows: slice, cols: slice) -> tuple[slice | EllipsisType, ...]:
+        axes = zip(self.weight.shape[1:], (heads, rows, cols), strict=True)
+        return (slice(None), *(which if size > 1 else slice(None) for size, which in axes))
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         wanted = (batch, heads, queries, keys)

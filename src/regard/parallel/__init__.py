@@ -1,0 +1,15 @@
+"""More than one device: heads over them (tensor parallelism), or the sequence (context parallelism), or both.
+
+    shard_heads(layer_or_model, mesh)              whole tokens in and out; each rank computes some heads
+    shard_sequence(layer_or_model, mesh, method)   each rank has some tokens, and attends to all: "ring" or "alltoall"
+    shard(x, mesh), gather(y, mesh)                a rank's part of a sequence; the whole again
+
+On `torch.distributed` and its own tools; `docs/scaling.md` says which when, and what it costs.
+"""
+
+from regard.parallel.heads import shard_heads
+from regard.parallel.sequence import shard_sequence
+from regard.parallel.tokens import Tokens, gather, shard
+from regard.parallel.wire import Traffic, counting
+
+__all__ = ["Tokens", "Traffic", "counting", "gather", "shard", "shard_heads", "shard_sequence"]

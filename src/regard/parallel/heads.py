@@ -1,0 +1,185 @@
+"""Heads over devices: tensor parallelism, by torch's own `parallelize_module`.
+
+    q_proj, k_proj, v_proj   by columns: each rank computes its heads
+    out_proj                 by rows: what the ranks' heads give is summed
+    gate, up / down          of a feed-forward part: by columns / by rows
+
+The weights become DTensors; names and shapes of the state dict stay. Where there are fewer kv heads than ranks, k_proj
+and v_proj stay whole on every rank, each takes the heads that it needs, and gradients are summed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from regard.errors import bad_type, bad_value
+from regard.layer import AttentionBlock, MultiHeadAttention
+from regard.models.parts import FeedForward
+from regard.parallel.alltoall import kv_heads_of
+from regard.parallel.spread import Heads, Sharding
+from regard.parallel.wire import Ranks
+from regard.positions import RelativeBias
+
+__all__ = ["shard_heads"]
+
+
+def shard_heads(module: nn.Module, mesh: DeviceMesh, *, check: bool = True) -> nn.Module:
+    """Spread the heads of a layer, or of every layer of a model, over the ranks of a mesh. In place.
+
+    Inputs and outputs are whole on every rank, and the same as on one process, to rounding. Weights must be the same on
+    every rank before (from the same seed, or loaded). Caches, masks and biases per head, dropout, `watch` all work.
+
+    Args:
+        module: a `MultiHeadAttention`, an `AttentionBlock`, a model of `regard.models`, or any module with such layers
+            in it; of the models the feed-forward parts are spread, too.
+        mesh: of one dimension; the heads of each layer (and the width of its feed-forward part) must divide by it.
+        check: whether the ranks compare in each call what they were given; without, ranks that disagree may hang until
+            the timeout. It costs a gather of a few numbers per layer.
+
+    Returns:
+        The module.
+
+    >>> from torch.distributed import init_device_mesh  # within torchrun:
+    >>> mesh = init_device_mesh("cpu", (2,))  # doctest: +SKIP
+    >>> layer = shard_heads(MultiHeadAttention(16, 4), mesh)  # doctest: +SKIP
+    """
+    ranks = Ranks.of(mesh)
+    layers, parts = _found(module)
+    _check(layers, parts, ranks)
+    for layer in layers.values():
+        if layer.spread is None:
+            layer.spread = Sharding()
+        layer.spread.heads = Heads(ranks, layer.num_heads, check)
+        parallelize_module(layer, mesh, _plan(layer, ranks))
+        for owner, name, axis in ((layer, "sinks", 0), (layer.position_encoding, "weight", 1)):
+            if isinstance(owner, (MultiHeadAttention, RelativeBias)) and isinstance(
+                owner._parameters.get(name), Tensor
+            ):
+                _distribute(owner, name, mesh, Shard(axis))
+    for part in parts.values():
+        plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(part, mesh, plan if part.gate is None else {**plan, "gate": ColwiseParallel()})
+    for name, block in module.named_modules():
+        if isinstance(block, AttentionBlock) and block.dropout.p:
+            block.dropout.register_forward_pre_hook(_SameNumbers(ranks), with_kwargs=True)
+    return module
+
+
+def _found(module: nn.Module) -> tuple[dict[str, MultiHeadAttention], dict[str, FeedForward]]:
+    """The layers and feed-forward parts of a module, by name."""
+    if not isinstance(module, nn.Module):
+        raise bad_type("module", expected="a layer or a model", received=type(module).__name__)
+    layers = {name or "layer": m for name, m in module.named_modules() if isinstance(m, MultiHeadAttention)}
+    if not layers:
+        raise bad_value("module", expected="a regard.MultiHeadAttention, or a model with some in it",
+                        received=type(module).__name__, remedy="regard.swap(model) puts them in the place of "
+                        "nn.MultiheadAttention")  # fmt: skip
+    return layers, {name: m for name, m in module.named_modules() if isinstance(m, FeedForward)}
+
+
+def _check(layers: dict[str, MultiHeadAttention], parts: dict[str, FeedForward], ranks: Ranks) -> None:
+    """Raise before any weight is touched."""
+    for name, layer in layers.items():
+        if layer.spread is not None and layer.spread.heads is not None:
+            raise bad_value(name, expected="a layer whose heads are not spread yet", received="one that is")
+        if layer.num_heads % ranks.size:
+            raise bad_value(f"{name}: heads", expected=f"a multiple of the {ranks.size} ranks of {ranks.name!r}",
+                            received=layer.num_heads, remedy="fewer ranks, or parallel.shard_sequence")  # fmt: skip
+        _check_linears(name, {part: getattr(layer, part) for part in ("q_proj", "k_proj", "v_proj", "out_proj")})
+    for name, part in parts.items():
+        linears = {key: linear for key in ("gate", "up", "down") if (linear := getattr(part, key)) is not None}
+        _check_linears(name, linears)
+        if part.up.out_features % ranks.size:
+            raise bad_value(f"{name}: inner width", expected=f"a multiple of the {ranks.size} ranks of {ranks.name!r}",
+                            received=part.up.out_features, remedy="fewer ranks")  # fmt: skip
+
+
+def _check_linears(owner: str, linears: dict[str, nn.Module]) -> None:
+    for name, linear in linears.items():
+        if not isinstance(linear, nn.Linear) or not isinstance(linear.weight, Tensor):
+            raise bad_type(f"{owner}.{name}", expected="an nn.Linear, which torch can spread",
+                           received=type(linear).__name__, remedy="shard first, then add adapters or quantise")  # fmt: skip
+        if isinstance(linear.weight, DTensor):
+            raise bad_value(f"{owner}.{name}", expected="a weight that is whole", received="a DTensor",
+                            remedy="shard_heads first, then fully_shard")  # fmt: skip
+
+
+def _plan(layer: MultiHeadAttention, ranks: Ranks) -> dict[str, ParallelStyle]:
+    plan: dict[str, ParallelStyle] = {"q_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}
+    heads, groups, size = layer.num_heads, layer.num_kv_heads, ranks.size
+    own = slice(ranks.rank * heads // size, (ranks.rank + 1) * heads // size)
+    for name, width in (("k_proj", layer.head_dim), ("v_proj", layer.value_head_dim)):
+        plan[name] = ColwiseParallel() if groups % size == 0 else _SomeHeads(kv_heads_of(own, heads, groups), width)
+    for name in ("q_norm", "k_norm"):
+        if getattr(layer, name) is not None:
+            plan[name] = _OnHeads()
+    return plan
+
+
+def _distribute(owner: nn.Module, name: str, mesh: DeviceMesh, placement: Shard | Replicate) -> None:
+    """A parameter as a DTensor. Every rank has the same: nothing needs to be sent."""
+    before = owner._parameters[name]
+    assert before is not None
+    spread = distribute_tensor(before.detach(), mesh, [placement], src_data_rank=None)
+    owner.register_parameter(name, nn.Parameter(spread, requires_grad=before.requires_grad))
+
+
+class _SomeHeads(ParallelStyle):
+    """A projection to fewer kv heads than ranks: whole everywhere; each rank takes the heads that it needs."""
+
+    def __init__(self, heads: list[int], width: int) -> None:
+        super().__init__()
+        self.heads, self.width = heads, width
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in list(module._parameters):
+            if module._parameters[name] is not None:
+                _distribute(module, name, device_mesh, Replicate())
+
+        def enter(_: nn.Module, inputs: tuple[Any, ...]) -> Any:
+            return (DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False), *inputs[1:])
+
+        def leave(_: nn.Module, __: Any, output: DTensor) -> Tensor:
+            # what this rank does with it is a part of what is done with it: gradients are summed
+            local = output.to_local(grad_placements=[Partial()]).unflatten(-1, (-1, self.width))
+            return local[..., self.heads, :].flatten(-2)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+        return module
+
+
+class _OnHeads(ParallelStyle):
+    """A norm of each head: the weight is one for all heads, so its gradient is summed over the ranks'."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name in list(module._parameters):
+            if module._parameters[name] is not None:
+                _distribute(module, name, device_mesh, Replicate())
+
+        def enter(_: nn.Module, inputs: tuple[Any, ...]) -> Any:  # (B, N, heads, D)
+            return (DTensor.from_local(inputs[0], device_mesh, [Shard(2)], run_check=False), *inputs[1:])
+
+        def leave(_: nn.Module, __: Any, output: DTensor) -> Tensor:
+            return output.to_local()
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave)
+        return module
+
+
+class _SameNumbers:
+    """Before dropout of what is whole on every rank: the random numbers are the first rank's, on all."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module.training and self.ranks.device.type == "cpu":
+            torch.set_rng_state(self.ranks.gathered(torch.get_rng_state())[0])

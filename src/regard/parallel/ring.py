@@ -1,0 +1,328 @@
+"""Ring attention: queries stay, keys and values travel from rank to rank, and what each block gives is merged.
+
+    step 0          step 1          step 2
+    q0 x kv0        q0 x kv2        q0 x kv1          of P ranks each holds two blocks at a time: the one it works on
+    q1 x kv1   ->   q1 x kv0   ->   q1 x kv2          and the one that is on its way
+    q2 x kv2        q2 x kv1        q2 x kv0
+
+Attention over all keys is the mean of attention over blocks of keys, weighted by exp(lse of the block): so the blocks'
+outputs merge as they come, exactly. The gradient goes the same way round: with the final lse, a block's weights are
+exp(scores - lse), and the gradients of a block's keys and values travel one step behind it, gathering what each rank
+adds, and then home.
+
+A block goes no further than somebody needs it: under a causal mask the first rank gets nothing, and with a window a
+block visits its neighbours. It may set out in both directions, where that is shorter.
+
+Letters: B batch, H query heads, G kv heads, n queries here, m keys of a block, D head width of q and k, E of v, P ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from regard import kernels
+from regard.kernels import Call, Kernel, blockwise, fused
+from regard.kernels.operators import new_output
+from regard.parallel.tokens import Tokens
+from regard.parallel.whole import Whole
+from regard.parallel.wire import Ranks
+
+__all__ = ["Route", "attend", "route"]
+
+RIGHT, LEFT = 1, -1
+
+
+class Route(NamedTuple):
+    """How far each rank's block travels: so many ranks to the right, and to the left. The same on all ranks."""
+
+    right: tuple[int, ...]
+    left: tuple[int, ...]
+
+    def far(self, way: int) -> tuple[int, ...]:
+        """Those of one way."""
+        return self.right if way == RIGHT else self.left
+
+    @property
+    def steps(self) -> int:
+        """The longest way."""
+        return max((*self.right, *self.left, 0))
+
+
+def route(needed: list[list[bool]]) -> Route:
+    """The shortest way for each block to everybody who needs it; `needed[i][j]`: rank i needs block j.
+
+    >>> route([[True, False, False], [True, True, False], [True, True, True]])  # causal
+    Route(right=(2, 1, 0), left=(0, 0, 0))
+    >>> near = [[abs(i - j) <= 1 for j in range(4)] for i in range(4)]  # a window on both sides
+    >>> route(near)
+    Route(right=(1, 1, 1, 0), left=(0, 1, 1, 1))
+    """
+    size = len(needed)
+    right, left = [0] * size, [0] * size
+    for j in range(size):
+        steps = [s for s in range(1, size) if needed[(j + s) % size][j]]
+        # everybody up to some step is reached from the left, the others from the right
+        ways = [(max(steps[:cut], default=0), size - min(steps[cut:], default=size)) for cut in range(len(steps) + 1)]
+        right[j], left[j] = min(ways, key=lambda way: (sum(way), -way[0]))
+    return Route(tuple(right), tuple(left))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One ring: whose turn it is, and when."""
+
+    whole: Whole
+    ranks: Ranks
+    kernel: str
+    route: Route
+    some: list[list[bool]]  # of each run of queries and of keys, whether some pair is visible
+    every: list[list[bool]]
+
+    @staticmethod
+    def of(whole: Whole, ranks: Ranks, kernel: str) -> Plan:
+        some, every = whole.survey()
+        rows, cols = _owners(whole.queries), _owners(whole.keys)
+        needed = [[False] * ranks.size for _ in range(ranks.size)]
+        for a, i in enumerate(rows):
+            for b, j in enumerate(cols):
+                needed[i][j] |= some[a][b]
+        return Plan(whole, ranks, kernel, route(needed), some, every)
+
+    def visiting(self, step: int, way: int) -> int | None:
+        """Whose block is here after so many steps that way; None where none comes so far."""
+        owner = (self.ranks.rank - way * step) % self.ranks.size
+        return owner if self.route.far(way)[owner] >= step else None
+
+    def sub_calls(self, q: Tensor, block: Tensor, owner: int) -> Iterator[tuple[slice, slice, Call]]:
+        """What is to be computed of a rank's block: for each run of queries and of keys that see each other, where
+        they are in q and in the block, and the call."""
+        k, v = self.opened(block, owner)
+        call, heads = self.whole.call, slice(0, q.shape[1])
+        q_at, k_at = _places(self.whole.queries, self.ranks.rank), _places(self.whole.keys, owner)
+        for a, rows, own in q_at:
+            for b, cols, theirs in k_at:
+                if self.some[a][b]:
+                    whole = replace(self.whole, call=replace(call, mask=None)) if self.every[a][b] else self.whole
+                    part = whole.part(q[:, :, own], k[:, :, theirs], v[:, :, theirs], heads, rows, cols)
+                    yield own, theirs, replace(part, sinks=None)
+
+    def opened(self, block: Tensor, owner: int) -> tuple[Tensor, Tensor]:
+        """A block as keys (B, G, m, D) and values (B, G, m, E)."""
+        (batch, groups, _, d), e = self.whole.call.k.shape, self.whole.call.v.shape[3]
+        m = self.whole.keys.lengths[owner]
+        size = batch * groups * m
+        return block[: size * d].view(batch, groups, m, d), block[size * d :].view(batch, groups, m, e)
+
+    def new_block(self, owner: int, dtype: torch.dtype) -> Tensor:
+        """Memory for a rank's block."""
+        (batch, groups, _, d), e = self.whole.call.k.shape, self.whole.call.v.shape[3]
+        size = batch * groups * self.whole.keys.lengths[owner] * (d + e)
+        return torch.empty(size, dtype=dtype, device=self.whole.call.q.device)
+
+    def travel(self, own: Tensor) -> Iterator[list[tuple[int, int, Tensor]]]:
+        """Step after step the blocks that are here: (owner, way, block). While a caller works on them, the next ones
+        are on their way."""
+        here: dict[int, Tensor] = {RIGHT: own, LEFT: own}
+        for step in range(self.route.steps + 1):
+            coming: dict[int, Tensor] = {}
+            sends, receives = [], []
+            for way in (RIGHT, LEFT):
+                mine = self.visiting(step, way)
+                if mine is not None and self.route.far(way)[mine] > step:
+                    sends.append(((self.ranks.rank + way) % self.ranks.size, here[way]))
+                owner = self.visiting(step + 1, way)
+                if owner is not None:
+                    coming[way] = self.new_block(owner, own.dtype)
+                    receives.append(((self.ranks.rank - way) % self.ranks.size, coming[way]))
+            wait = self.ranks.post(sends, receives)
+            if step == 0:
+                yield [(self.ranks.rank, RIGHT, own)]
+            else:
+                found = [(self.visiting(step, way), way) for way in (RIGHT, LEFT)]
+                yield [(owner, way, here[way]) for owner, way in found if owner is not None]
+            wait()
+            here = coming
+
+
+def _owners(tokens: Tokens) -> list[int]:
+    """The rank of each run, of all ranks in order."""
+    return [rank for rank, runs in enumerate(tokens.runs) for _ in runs]
+
+
+def _places(tokens: Tokens, rank: int) -> list[tuple[int, slice, slice]]:
+    """The runs of a rank: its number among all, where it is in the whole, where in the rank's part."""
+    number, at, found = sum(len(runs) for runs in tokens.runs[:rank]), 0, []
+    for i, run in enumerate(tokens.runs[rank]):
+        size = run.stop - run.start
+        found.append((number + i, run, slice(at, at + size)))
+        at += size
+    return found
+
+
+def choose(kernel: str, call: Call) -> Kernel:
+    """The kernel of a block: one that gives the log-sum-exp."""
+    chosen = kernels.choose(kernel, call)
+    return blockwise if kernel == "auto" and chosen is fused and call.q.device.type != "cpu" else chosen
+
+
+class _Ring(torch.autograd.Function):
+    """(B, H, n, E) from q (B, H, n, D), k (B, G, m, D), v (B, G, m, E), and sinks and biases of the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
+        call = plan.whole.call.with_learned([*plan.whole.call.learned()[:3], *others])
+        plan = replace(plan, whole=replace(plan.whole, call=call))
+        out, lse = _forward(plan, q, _packed(k, v))
+        ctx.plan, ctx.others = plan, len(others)
+        ctx.save_for_backward(q, k, v, out, lse, *others)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse, *others = ctx.saved_tensors
+        call = ctx.plan.whole.call
+        call = call.with_learned([*call.learned()[:3], *others])
+        plan = replace(ctx.plan, whole=replace(ctx.plan.whole, call=call))
+        with torch.no_grad():
+            made = _backward(plan, q, _packed(k, v), out, lse, grads[0], list(ctx.needs_input_grad[1:]))
+        return None, *made
+
+
+def _packed(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values as one message."""
+    return torch.cat([k.reshape(-1), v.reshape(-1)])
+
+
+def _forward(plan: Plan, q: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    call, dtype = plan.whole.call, plan.whole.call.dtype
+    batch, heads, n, _ = q.shape
+    total = q.new_zeros(batch, heads, n, call.v.shape[3], dtype=dtype)
+    lse = q.new_full((batch, heads, n), float("-inf"), dtype=dtype)
+    for blocks in plan.travel(own):
+        for owner, _, block in blocks:
+            for rows, _, part in plan.sub_calls(q, block, owner):
+                _merge(total[:, :, rows], lse[:, :, rows], *choose(plan.kernel, part).forward(part))
+    if call.sinks is not None:  # once, where all keys have been seen
+        sinks = call.sinks[:, :, None].to(dtype)
+        with_sinks = torch.logaddexp(lse, sinks)
+        total.mul_((lse - with_sinks).exp_()[..., None])
+        lse = with_sinks
+    out, _ = new_output(q, call.v)
+    return out.copy_(total), lse
+
+
+def _merge(total: Tensor, lse: Tensor, out: Tensor, more: Tensor) -> None:
+    """Into the output and log-sum-exp of the keys so far, those of more keys."""
+    top = torch.maximum(lse, more)
+    top.masked_fill_(top.isneginf(), 0.0)  # neither has seen a key: exp(-inf - 0) is 0
+    old, new = (lse - top).exp_(), (more - top).exp_()
+    both = old + new
+    lse.copy_(both.log() + top)
+    both.masked_fill_(both == 0, 1.0)
+    total.mul_((old / both)[..., None]).add_(out * (new / both)[..., None])
+
+
+def _backward(
+    plan: Plan, q: Tensor, own: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[bool]
+) -> list[Tensor | None]:
+    call, ranks = plan.whole.call, plan.ranks
+    dtype = call.dtype
+    d_q = torch.zeros_like(q, dtype=dtype)
+    weights = [bias.weight for bias in call.biases]
+    of_biases = wanted[len(wanted) - len(weights) :]
+    d_biases = [torch.zeros_like(w, dtype=dtype) if want else None for w, want in zip(weights, of_biases, strict=True)]
+    d_out = d_out.contiguous()
+    mine = plan.new_block(ranks.rank, dtype).zero_()  # the gradient of this rank's own keys and values
+    behind: dict[int, Tensor] = {}  # what earlier ranks added to that of the blocks that are here; still on its way
+    came_home: list[Tensor] = []
+    wait = None
+    for step, blocks in enumerate(plan.travel(own)):
+        added: dict[int, Tensor] = {}
+        for owner, way, block in blocks:
+            added[way] = mine if step == 0 else plan.new_block(owner, dtype).zero_()
+            _add_gradients(plan, q, block, owner, out, lse, d_out, d_q, added[way], d_biases)
+        if wait is not None:
+            wait()
+        for way, before in behind.items():
+            added[way].add_(before)
+        if step:
+            behind, wait = _send_on(plan, step, added, came_home)
+    if wait is not None:
+        wait()
+    for block in came_home:
+        mine.add_(block)
+    made: list[Tensor | None] = [d_q.to(q.dtype), *(x.to(q.dtype) for x in plan.opened(mine, ranks.rank))]
+    if call.sinks is not None:
+        delta = (out.to(dtype) * d_out.to(dtype)).sum(-1)
+        weight = (call.sinks[:, :, None].to(dtype) - lse).exp_()
+        made.append(-(weight * delta).sum(-1).sum_to_size(call.sinks.shape).to(call.sinks.dtype))
+    made += [None if d is None else d.to(w.dtype) for d, w in zip(d_biases, weights, strict=True)]
+    return [grad if want else None for grad, want in zip(made, wanted, strict=True)]
+
+
+def _add_gradients(
+    plan: Plan,
+    q: Tensor,
+    block: Tensor,
+    owner: int,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_q: Tensor,
+    d_block: Tensor,
+    d_biases: list[Tensor | None],
+) -> None:
+    """What a block of keys gives to the gradients of the queries here, of the block and of the biases."""
+    d_k, d_v = plan.opened(d_block, owner)
+    heads = slice(0, q.shape[1])
+    wanted = [True, True, True, *(d is not None for d in d_biases)]
+    places = {(own.start, theirs.start): (rows, cols) for _, rows, own in _places(plan.whole.queries, plan.ranks.rank)
+              for _, cols, theirs in _places(plan.whole.keys, owner)}  # fmt: skip
+    for own, theirs, part in plan.sub_calls(q, block, owner):
+        chosen = choose(plan.kernel, part)
+        made = chosen.backward(part, out[:, :, own], lse[:, :, own], d_out[:, :, own], wanted)
+        for into, more in zip((d_q[:, :, own], d_k[:, :, theirs], d_v[:, :, theirs]), made[:3], strict=True):
+            into.add_(more)
+        rows, cols = places[own.start, theirs.start]
+        more = iter(made[3:])
+        for bias, into in zip(plan.whole.call.biases, d_biases, strict=True):
+            if into is not None:
+                into[bias.where(heads, rows, cols)].add_(next(more))
+
+
+def _send_on(
+    plan: Plan, step: int, added: dict[int, Tensor], came_home: list[Tensor]
+) -> tuple[dict[int, Tensor], Callable[[], None]]:
+    """After a step: the gradients of the blocks that were here follow them, or go home where nobody further needs
+    them. All ranks do so at once; gives what comes from the neighbours."""
+    ranks, size, dtype = plan.ranks, plan.ranks.size, plan.whole.call.dtype
+    behind: dict[int, Tensor] = {}
+    sends, receives = [], []
+    for way in (RIGHT, LEFT):
+        far = plan.route.far(way)
+        owner = plan.visiting(step, way)
+        if owner is not None:
+            goes_on = far[owner] > step
+            sends.append(((ranks.rank + way) % size if goes_on else owner, added[way]))
+        coming = plan.visiting(step + 1, way)
+        if coming is not None:
+            behind[way] = plan.new_block(coming, dtype)
+            receives.append(((ranks.rank - way) % size, behind[way]))
+        if far[ranks.rank] == step:
+            home = plan.new_block(ranks.rank, dtype)
+            receives.append(((ranks.rank + way * step) % size, home))
+            came_home.append(home)
+    return behind, ranks.post(sends, receives, channel=1)
+
+
+def attend(whole: Whole, ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
+    """(B, H, n, E): this rank's queries against the keys of all."""
+    others = whole.call.learned()[3:]
+    return _Ring.apply(Plan.of(whole, ranks, kernel), q, k, v, *others)  # type: ignore[return-value]

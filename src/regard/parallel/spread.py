@@ -1,0 +1,420 @@
+"""How a layer is spread over processes, and what happens in one call of it. The layer knows this by two names alone:
+`layer.spread`, and what it gives for each call, which `regard.attend` takes as `spread=`.
+
+Letters: B batch, H query heads, G kv heads, N queries, M keys, n, m those of one rank, D head width of q and k, E of v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from regard import kernels
+from regard.attention import attention_weights, prepare
+from regard.errors import bad_value
+from regard.kernels import Call
+from regard.kernels.dropout import new_seed
+from regard.masks import Tile, as_mask, whole
+from regard.parallel import alltoall, ring
+from regard.parallel.tokens import Tokens, balance_of, mark, parts_of
+from regard.parallel.whole import Drop, Whole, describe
+from regard.parallel.wire import Ranks, digest
+from regard.positions import Bias, DenseBias, as_biases
+
+__all__ = ["Heads", "Sequence", "Sharding", "Spread"]
+
+Method = Literal["ring", "alltoall"]
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads spread over ranks: each has as many query heads."""
+
+    ranks: Ranks
+    total: int  # H
+    check: bool = True
+
+    @property
+    def own(self) -> slice:
+        """Those of this rank."""
+        count = self.total // self.ranks.size
+        return slice(self.ranks.rank * count, (self.ranks.rank + 1) * count)
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A sequence spread over ranks."""
+
+    ranks: Ranks
+    method: Method
+    balance: bool | None = None
+
+
+@dataclass
+class Sharding:
+    """How one layer (or a model) is spread: its heads, its sequence, or both."""
+
+    heads: Heads | None = None
+    sequence: Sequence | None = None
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        check: Callable[[], None],
+        *,
+        mask: Any,
+        bias: Any,
+        positions: Tensor | None,
+        cache: Any,
+        dropout: float,
+    ) -> Spread:
+        """One call of the layer: the ranks agree on what is to be computed. Where a rank raises, all do."""
+        seed = new_seed(None, query.device) if dropout else None
+
+        def facts() -> dict[str, int]:
+            check()
+            if cache is not None and self.sequence is not None:
+                raise bad_value("cache", expected="none where the sequence is spread over ranks", received="a cache",
+                                remedy="spread the heads instead: parallel.shard_heads")  # fmt: skip
+            return {
+                "batch": query.shape[0],
+                "width": query.shape[-1],
+                "dtype": _DTYPES.index(query.dtype),
+                "mask and bias (kinds, shapes and values)": digest(describe(mask, *as_said(bias))),
+                "dropout": digest(dropout),
+                "gradient": torch.is_grad_enabled(),
+                "cache": cache is not None,
+                "self attention": key is query,
+                "axes of positions": 0 if positions is None else positions.dim(),
+                "seed": 0 if seed is None else int(seed),
+                "queries": query.shape[1],
+                "keys": key.shape[1],
+                "positions": 0 if positions is None else positions.shape[-1],
+                "balance of queries": self._balance("query", query),
+                "balance of keys": self._balance("query" if key is query else "key", key),
+            }
+
+        rows: list[dict[str, int]] = []
+        if self.heads is not None and (self.heads.check or seed is not None):
+            rows = self.heads.ranks.agreed("attention", _FACTS, facts, differ=("seed",))
+            seed = _first(seed, rows)
+        if self.sequence is None:
+            if not rows:
+                check()
+            return Spread(self, seed=seed)
+        rows = self.sequence.ranks.agreed("attention", _FACTS, facts, differ=("seed", *_LENGTHS))
+        return self._place(rows, key is query, positions, _first(seed, rows))
+
+    def text(self, ids: Tensor, keep: Tensor | None, check: Callable[[], None], cache: Any = None) -> PartOfText:
+        """One call of a model: which tokens of a text these ids (B, n) are, and `keep` of the whole text (it may be
+        given whole, or as each rank's part)."""
+        assert self.sequence is not None
+        ranks = self.sequence.ranks
+
+        def facts() -> dict[str, int]:
+            check()
+            if cache is not None:
+                raise bad_value("cache", expected="none where the text is spread over ranks", received="a cache",
+                                remedy="spread the heads instead: parallel.shard_heads")  # fmt: skip
+            balanced = self._balance("ids", ids)
+            return {"texts": ids.shape[0], "balance": balanced, "tokens": ids.shape[1],
+                    "keep": 0 if keep is None else keep.shape[1]}  # fmt: skip
+
+        names = ("texts", "balance", "tokens", "keep")
+        rows = ranks.agreed("ids", names, facts, differ=("tokens", "keep"))
+        lengths, kept = (tuple(row[name] for row in rows) for name in ("tokens", "keep"))
+        tokens = Tokens(lengths, bool(rows[0]["balance"]))
+        tokens.check()
+        if any(kept) and set(kept) != {tokens.total}:
+            if kept != lengths or keep is None:
+                raise bad_value("keep", expected=f"one flag for each of all {tokens.total} tokens, or on each rank of "
+                                f"its part, {lengths}", received=f"lengths {kept}")  # fmt: skip
+            keep = tokens.whole(parts_of(keep, ranks, tokens, 1), 1)
+        return PartOfText(tokens, ranks.rank, keep, ids.device)
+
+    @staticmethod
+    def like(x: Tensor, other: Tensor) -> Tensor:
+        """x, a part of a sequence as the other is, if that is known."""
+        balanced: bool | None = getattr(other, "_regard_balanced", None)
+        return x if balanced is None else mark(x, balanced)
+
+    def _balance(self, what: str, x: Tensor) -> bool:
+        return self.sequence is not None and balance_of(what, x, self.sequence.balance)
+
+    def _place(self, rows: list[dict[str, int]], own: bool, positions: Tensor | None, seed: Tensor | None) -> Spread:
+        """Where this rank's tokens are in the whole: each told the others how many it has."""
+        assert self.sequence is not None
+        n, m, at = (tuple(row[name] for row in rows) for name in _LENGTHS)
+        queries = Tokens(n, bool(rows[0]["balance of queries"]))
+        keys = Tokens(m, bool(rows[0]["balance of keys"]))
+        for tokens in (queries, keys):
+            tokens.check()
+        if positions is not None and set(at) != {queries.total}:
+            axis = positions.dim() - 1
+            if at != n:
+                raise bad_value("positions", expected=f"those of all {queries.total} tokens, or on each rank those of "
+                                f"its part, {n}", received=f"lengths {at}")  # fmt: skip
+            positions = queries.whole(parts_of(positions, self.sequence.ranks, queries, axis), axis)
+        return Spread(self, queries, keys, positions, own, seed)
+
+
+_LENGTHS = ("queries", "keys", "positions")
+_FACTS = (
+    "batch",
+    "width",
+    "dtype",
+    "mask and bias (kinds, shapes and values)",
+    "dropout",
+    "gradient",
+    "cache",
+    "self attention",
+    "axes of positions",
+    "seed",
+    *_LENGTHS,
+    "balance of queries",
+    "balance of keys",
+)
+
+
+def _first(seed: Tensor | None, rows: list[dict[str, int]]) -> Tensor | None:
+    """The seed of the first rank, for all."""
+    return None if seed is None else seed.new_full((1,), rows[0]["seed"])
+
+
+def as_said(bias: Any) -> list[Any]:
+    """A bias as `describe` can tell of it: kinds and shapes."""
+    return [(type(one).__name__, tuple(one.weight.shape)) for one in as_biases(bias)]
+
+
+class PartOfText(NamedTuple):
+    """Which tokens of a text a rank has."""
+
+    tokens: Tokens
+    rank: int
+    keep: Tensor | None  # (B, N), the whole's
+    device: torch.device
+
+    @property
+    def length(self) -> int:
+        """N"""
+        return self.tokens.total
+
+    def part(self, positions: Tensor | int) -> Tensor:
+        """This rank's part of positions (N,) or (B, N), or of those that follow a first one."""
+        if isinstance(positions, int):
+            return self.tokens.numbers(self.rank, self.device) + positions
+        return self.tokens.part(positions, self.rank, positions.dim() - 1)
+
+    def marked(self, x: Tensor) -> Tensor:
+        """A part, as the ids are."""
+        return mark(x, self.tokens.balanced)
+
+
+class Stand(NamedTuple):
+    """Where some tokens stand, (n,) or (B, n), and how long the whole text is."""
+
+    positions: Tensor
+    length: int
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One call of a layer that is spread over processes: where its tokens are, and how `attend` computes it."""
+
+    sharding: Sharding
+    queries: Tokens | None = None
+    keys: Tokens | None = None
+    positions: Tensor | None = None  # the whole's, where the caller gave them
+    own: bool = True  # whether the keys are the queries' own tokens
+    seed: Tensor | None = None
+
+    @property
+    def parts(self) -> bool:
+        """Whether tokens are spread: else the layer has them all."""
+        return self.queries is not None
+
+    def stand(self, device: torch.device) -> tuple[Stand, Stand]:
+        """Where this rank's queries and keys stand."""
+        assert self.queries is not None and self.keys is not None and self.sharding.sequence is not None
+        rank = self.sharding.sequence.ranks.rank
+        n, m = self.queries.total, self.keys.total
+        keys = Stand(self.keys.numbers(rank, device), m)
+        if self.positions is None:
+            return Stand(self.queries.numbers(rank, device) + (m - n), m), keys
+        own = self.queries.part(self.positions, rank, self.positions.dim() - 1)
+        queries = Stand(own, int(self.positions.max()) + 1 if self.positions.numel() else 0)
+        return queries, queries if self.own else keys
+
+    def marked(self, out: Tensor) -> Tensor:
+        """The layer's output is a part, as its input was."""
+        return out if self.queries is None else mark(out, self.queries.balanced)
+
+    # What `attend` does
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, kernel: str, dropout: float, **options: Any) -> Tensor:
+        """(B, H, n, E) from this rank's q (B, H, n, D), k (B, G, m, D), v (B, G, m, E)."""
+        device = q.device.type
+        if torch.is_autocast_enabled(device) and q.dtype is not torch.float64:
+            q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+        with torch.autocast(device, enabled=False):
+            drop = self._drop(q, dropout)
+            sequence = self.sharding.sequence
+            options = self._of_heads(q, **options)
+            if sequence is None:
+                call = prepare(q, k, v, **options)
+                if drop is not None:
+                    batch, heads, n, m = call.shape
+                    call = replace(call, dropout=drop.part(batch, slice(0, heads), slice(0, n), slice(0, m)))
+                return kernels.choose(kernel, call).output(call)
+            method = ring.attend if sequence.method == "ring" else alltoall.attend
+            whole = self._whole(q, k, v, drop, **options)
+            return method(whole, sequence.ranks, q, k, v, kernel)
+
+    def weights(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
+        """The weights of this rank's queries: (B, h, n, M), h the heads here."""
+        options = self._of_heads(q, **options)
+        sequence = self.sharding.sequence
+        if sequence is None:
+            return attention_weights(q, k, **options)
+        assert self.queries is not None and self.keys is not None
+        whole = self._whole(q, k, k, None, **options)
+        k = self.keys.whole(parts_of(k, sequence.ranks, self.keys, 2), 2)
+        rows = []
+        at = 0
+        for run in self.queries.runs[sequence.ranks.rank]:
+            own = q[:, :, at : at + run.stop - run.start]
+            at += run.stop - run.start
+            call = whole.part(own, k, k, slice(0, q.shape[1]), run, slice(0, self.keys.total))
+            rows.append(kernels.reference.weights(call)[0].to(q.dtype))
+        return torch.cat(rows, 2) if rows else q.new_zeros(*q.shape[:3], self.keys.total)
+
+    # What those need who look
+
+    def seen(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Call, Gathered]:
+        """All tokens of some heads, as one call; and how to put together what each rank finds of its heads."""
+        options = self._of_heads(q, **options)
+        sequence, heads = self.sharding.sequence, q.shape[1]
+        groups: list[tuple[Ranks, list[slice], int]] = []
+        if sequence is None:
+            call = prepare(q, k, v, **options)
+        else:
+            assert self.queries is not None and self.keys is not None
+            ranks = sequence.ranks
+            whole = self._whole(q, k, v, None, **options)
+            own = alltoall.heads_of(heads, ranks.size)
+            q, k, v = alltoall.to_heads(ranks, self.queries, self.keys, q, k, v)
+            every = (slice(0, self.queries.total), slice(0, self.keys.total))
+            call = whole.part(q, k, v, own[ranks.rank], *every)
+            groups.append((ranks, own, heads))
+        if self.sharding.heads is not None:
+            total = self.sharding.heads.total
+            size = self.sharding.heads.ranks.size
+            own = [slice(r * total // size, (r + 1) * total // size) for r in range(size)]
+            groups.append((self.sharding.heads.ranks, own, total))
+        return call, Gathered(groups)
+
+    def whole_of(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's part of something that the queries have, as the whole."""
+        if self.queries is None or self.sharding.sequence is None:
+            return x
+        return self.queries.whole(parts_of(x, self.sharding.sequence.ranks, self.queries, dim), dim)
+
+    # Options of the whole
+
+    def _drop(self, q: Tensor, dropout: float) -> Drop | None:
+        if not dropout:
+            return None
+        assert self.seed is not None
+        heads = self.sharding.heads
+        return Drop(dropout, self.seed, *((0, q.shape[1]) if heads is None else (heads.own.start, heads.total)))
+
+    def _whole(self, q: Tensor, k: Tensor, v: Tensor, drop: Drop | None, **options: Any) -> Whole:
+        assert self.queries is not None and self.keys is not None
+        options = {**options, "positions": self.positions, "key_positions": self.positions if self.own else None}
+        return Whole.of(q, k, v, self.queries, self.keys, drop, **options)
+
+    def _of_heads(self, q: Tensor, *, mask: Any, bias: Any, sinks: Tensor | None, **options: Any) -> dict[str, Any]:
+        """What is said of all heads, for those that are here."""
+        heads = self.sharding.heads
+        if heads is not None:
+            if mask is not None:
+                mask = as_mask(mask)
+                mask = mask if mask.shared_by_heads() else _mask_of_heads(mask, heads, q, options)
+            bias = tuple(_bias_of_heads(one, heads) for one in as_biases(bias)) or None
+            sinks = sinks.to_local() if isinstance(sinks, DTensor) else sinks
+        return {"mask": mask, "bias": bias, "sinks": sinks, **options}
+
+
+def _mask_of_heads(mask: Any, heads: Heads, q: Tensor, options: dict[str, Any]) -> Any:
+    n = max((x.shape[2] for x in mask.tensors() if x.dim() == 4), default=1)
+    m = max((x.shape[3] for x in mask.tensors() if x.dim() == 4), default=1)
+    tile: Tile = whole(n if n > 1 else q.shape[2], m, device=q.device)
+    return mask.part(tile, heads.own, 0)
+
+
+def _bias_of_heads(bias: Bias, heads: Heads) -> Bias:
+    """Its part for the heads here. A weight that is whole on every rank gets the gradient of all of them."""
+    weight = bias.weight
+    if isinstance(weight, DTensor):
+        return bias.with_weight(weight.to_local())
+    axis = 1 if isinstance(bias, DenseBias) else weight.dim() - 1
+    if weight.shape[axis] != heads.total or (heads.total == 1):
+        return bias
+    part = _OwnHeads.apply(weight, heads, axis)
+    return bias.with_weight(part)  # type: ignore[arg-type]
+
+
+class _OwnHeads(torch.autograd.Function):
+    """A part of something that every rank has whole; its gradient is whole again, on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, heads: Heads, axis: int) -> Tensor:
+        ctx.heads, ctx.axis, ctx.shape = heads, axis, x.shape
+        own = heads.own
+        return x.narrow(axis, own.start, own.stop - own.start).clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        own = ctx.heads.own
+        total = grads[0].new_zeros(ctx.shape)
+        total.narrow(ctx.axis, own.start, own.stop - own.start).copy_(grads[0])
+        return ctx.heads.ranks.summed(total), None, None
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """How results of this rank's heads become those of all: over the ranks of each mesh dimension in turn."""
+
+    groups: list[tuple[Ranks, list[slice], int]]
+
+    @property
+    def heads(self) -> int | None:
+        """H of the whole."""
+        return self.groups[-1][2] if self.groups else None
+
+    @property
+    def own(self) -> slice:
+        """Which heads of the whole are here."""
+        start, stop = 0, None
+        for ranks, own, _ in reversed(self.groups):
+            piece = own[ranks.rank]
+            start, stop = start + piece.start, start + piece.stop
+        assert stop is not None
+        return slice(start, stop)
+
+    def __call__(self, x: Tensor, dim: int = 1) -> Tensor:
+        """(B, h, ...) of this rank's heads to (B, H, ...) of all."""
+        for ranks, own, total in self.groups:
+            lengths = tuple(piece.stop - piece.start for piece in own)
+            parts = parts_of(x, ranks, Tokens(lengths, False), dim)
+            first = [i for i, piece in enumerate(own) if piece not in own[:i]]  # (where ranks share a head)
+            x = torch.cat([parts[i] for i in first], dim)
+            assert x.shape[dim] == total
+        return x

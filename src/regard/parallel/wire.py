@@ -1,0 +1,242 @@
+"""What travels between processes: the collectives of this room. They are counted, and their errors say what to do.
+
+Letters: P processes of one mesh dimension.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from regard.errors import bad_type, bad_value
+
+__all__ = ["Ranks", "Traffic", "counting", "digest"]
+
+
+@dataclass
+class Traffic:
+    """What this process sent, by kind: bytes of payload, and messages.
+
+    `bytes` counts what leaves this process for another: a block to one neighbour once; of a gather, what this process
+    adds, to each of the others; of a sum (all-reduce), 2 (P - 1) / P of the tensor, as a ring of P sends it.
+    """
+
+    bytes: dict[str, int] = field(default_factory=dict)
+    messages: dict[str, int] = field(default_factory=dict)
+
+    def add(self, kind: str, size: int, messages: int = 1) -> None:
+        """One more."""
+        self.bytes[kind] = self.bytes.get(kind, 0) + size
+        self.messages[kind] = self.messages.get(kind, 0) + messages
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(self.bytes.values())
+
+
+_COUNTERS: list[Traffic] = []
+
+
+@contextmanager
+def counting() -> Iterator[Traffic]:
+    """Count what this process sends within a `with` block: the blocks of a ring, exchanges, and the sums and gathers of
+    torch's own tensor parallelism.
+
+    >>> with counting() as sent:
+    ...     pass
+    >>> sent.total
+    0
+    """
+    sent = Traffic()
+    _COUNTERS.append(sent)
+    try:
+        with _Functional(sent):
+            yield sent
+    finally:
+        _COUNTERS.remove(sent)
+
+
+class _Functional(TorchDispatchMode):
+    """Sees the collectives that DTensor makes: they are torch operators."""
+
+    def __init__(self, sent: Traffic) -> None:
+        super().__init__()
+        self.sent = sent
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("_c10d_functional.all_reduce"):
+            group = dist.distributed_c10d._resolve_process_group(args[2])
+            self.sent.add("sum", _of_a_sum(args[0].nbytes, group.size()))
+        elif name.startswith("_c10d_functional.all_gather_into_tensor"):
+            self.sent.add("gather", args[0].nbytes * (args[1] - 1), args[1] - 1)
+        return func(*args, **(kwargs or {}))
+
+
+def _of_a_sum(size: int, processes: int) -> int:
+    """Bytes that one of P sends for the sum of a tensor: 2 (P - 1) / P of it."""
+    return 2 * size * (processes - 1) // processes
+
+
+def _count(kind: str, size: int, messages: int = 1) -> None:
+    for counter in _COUNTERS:
+        counter.add(kind, size, messages)
+
+
+class Ranks:
+    """The processes of one mesh dimension, and which of them this one is."""
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self.group, self.name = group, name
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    @staticmethod
+    def of(mesh: DeviceMesh) -> Ranks:
+        """Those of a mesh of one dimension."""
+        if not isinstance(mesh, DeviceMesh):
+            raise bad_type("mesh", expected="a torch DeviceMesh", received=type(mesh).__name__,
+                           remedy='torch.distributed.init_device_mesh("cpu", (world_size,))')  # fmt: skip
+        if mesh.ndim != 1:
+            names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+            raise bad_value("mesh", expected="one dimension", received=f"{mesh.ndim}: {names}",
+                            remedy='name one of them: mesh["sequence"]')  # fmt: skip
+        if mesh.get_coordinate() is None:
+            raise bad_value("mesh", expected="one that this process is part of",
+                            received=f"ranks {mesh.mesh.flatten().tolist()}, and this is rank {dist.get_rank()}",
+                            remedy="run this on the mesh's own ranks alone")  # fmt: skip
+        return Ranks(mesh.get_group(), (mesh.mesh_dim_names or ("mesh",))[0])
+
+    def __deepcopy__(self, memo: Any) -> Ranks:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ranks) and self.group is other.group
+
+    def __hash__(self) -> int:
+        return id(self.group)
+
+    def __repr__(self) -> str:
+        return f"rank {self.rank} of {self.size} ({self.name})"
+
+    # Collectives. All processes must call them in the same order.
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """x of every process, of one shape: (P, *x.shape)."""
+        out = x.new_empty(self.size, *x.shape)
+        if self.size == 1:
+            return out.copy_(x[None])
+        _count("gather", x.nbytes * (self.size - 1), self.size - 1)
+        with self._told("gather"):
+            dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=self.group)
+        return out
+
+    def summed(self, x: Tensor) -> Tensor:
+        """The sum of x over the processes, in its place."""
+        if self.size > 1:
+            _count("sum", _of_a_sum(x.nbytes, self.size))
+            with self._told("sum"):
+                dist.all_reduce(x, group=self.group)
+        return x
+
+    def exchanged(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        """Part i goes to process i; what comes from process i has `sizes[i]` numbers. All of one axis."""
+        if self.size == 1:
+            return parts
+        out = parts[0].new_empty(sum(sizes))
+        others = sum(part.nbytes for i, part in enumerate(parts) if i != self.rank)
+        _count("exchange", others, self.size - 1)
+        with self._told("exchange"):
+            counts = [part.numel() for part in parts]
+            dist.all_to_all_single(out, torch.cat(parts), sizes, counts, group=self.group)
+        return list(out.split(sizes))
+
+    def post(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], *, channel: int = 0
+    ) -> Callable[[], None]:
+        """Begin to send and receive, each to or from a process (by its number here); gives what waits for it all.
+
+        Between two processes, messages of one channel arrive in the order of the lists. All processes must post in the
+        same order, with or without messages.
+        """
+        operations = []
+        for kind, messages in ((dist.isend, sends), (dist.irecv, receives)):
+            for tag, (peer, tensor) in enumerate(messages):
+                assert tensor.is_contiguous() and peer != self.rank
+                tag = 2 * sum(other == peer for other, _ in messages[:tag]) + channel  # which of those between the two
+                operations.append(dist.P2POp(kind, tensor, group=self.group, tag=tag, group_peer=peer))
+        if not operations:
+            return lambda: None
+        _count("blocks", sum(tensor.nbytes for _, tensor in sends), len(sends))
+        with self._told("send"):
+            works = dist.batch_isend_irecv(operations)
+
+        def wait() -> None:
+            with self._told("receive"):
+                for work in works:
+                    work.wait()
+
+        return wait
+
+    def agreed(
+        self, what: str, names: Sequence[str], facts: Callable[[], dict[str, int]], differ: Sequence[str] = ()
+    ) -> list[dict[str, int]]:
+        """Every process's facts, by process. They must be the same in all, but for those that may `differ`.
+
+        Where they are not, or where `facts` raises in one process, all raise. It is a gather of a few integers, and
+        where all goes well nothing else.
+        """
+        error, row = None, dict.fromkeys(names, 0)
+        try:
+            row = facts()
+        except Exception as raised:  # whatever it was: the others must not wait for this process
+            error = raised
+        assert tuple(row) == tuple(names)
+        values = torch.tensor([int(error is not None), *row.values()], dtype=torch.int64, device=self.device)
+        table = self.gathered(values).tolist()
+        failed = [rank for rank, (flag, *_) in enumerate(table) if flag]
+        if failed:
+            words: list[Any] = [None] * self.size
+            with self._told("agree"):
+                dist.all_gather_object(words, None if error is None else f"{type(error).__name__}: {error}", self.group)
+            if error is not None:
+                raise error
+            raise bad_value(what, expected="all ranks to go on", received=f"rank {failed[0]} raised {words[failed[0]]}")
+        rows = [dict(zip(names, values, strict=True)) for _, *values in table]
+        for name in names:
+            if name not in differ and len({row[name] for row in rows}) > 1:
+                told = ", ".join(f"{row[name]} on rank {rank}" for rank, row in enumerate(rows))
+                raise bad_value(what, expected=f"the same {name} on every rank of {self.name!r}", received=told)
+        return rows
+
+    @property
+    def device(self) -> torch.device:
+        """Where what travels must lie."""
+        return torch.device("cpu" if "gloo" in dist.get_backend(self.group) else "cuda")
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """Errors of the network in words."""
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as error:
+            first = str(error).splitlines()[0]
+            raise ConnectionError(
+                f"{what}: expected an answer from the other ranks of {self.name!r}, received none by {self}: {first}; "
+                "remedy: look for the first error among the ranks (one died, raised, or is cut off); where one is only "
+                "slow, a longer init_process_group(timeout=...)"
+            ) from error
+
+
+def digest(*facts: object) -> int:
+    """Facts as one number, the same in every process: 62 bits of a hash of their words."""
+    return int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "big") >> 2

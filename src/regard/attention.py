@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
@@ -25,11 +25,27 @@ from regard.measures import Measure, MeasureLike, Measurements, Plane, Survey, a
 from regard.positions import Alibi, Bias, DenseBias, RelativeBias, as_biases
 from regard.positions.bias import Buckets
 
-__all__ = ["BiasLike", "Spread", "attend", "attention_weights", "explain", "look", "measure", "plane_of"]
+__all__ = ["BiasLike", "Gathered", "Spread", "attend", "attention_weights", "explain", "look", "measure", "plane_of"]
 
 BiasLike: TypeAlias = Tensor | Bias | Alibi | RelativeBias | Sequence["BiasLike"]
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Gathered(Protocol):
+    """Puts together what processes found of their heads: (B, h, ...) to (B, H, ...)."""
+
+    @property
+    def heads(self) -> int:
+        """H"""
+        ...
+
+    @property
+    def own(self) -> slice:
+        """Which of all heads are here."""
+        ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class Spread(Protocol):
@@ -43,9 +59,16 @@ class Spread(Protocol):
         """As `attention_weights`, for the heads and queries that are here, against all keys."""
         ...
 
-    def seen(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Call, Callable[..., Tensor]]:
-        """For those who look: all tokens of some heads as one call, and what puts together what is found of them:
-        (B, h, ...) of the heads here to (B, H, ...) of all."""
+    def seen(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Call, Gathered]:
+        """For those who look: all tokens of some heads as one call, and how to put together what is found of them."""
+        ...
+
+    def everything(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Call:
+        """For those who keep what they see: all tokens of all heads as one call."""
+        ...
+
+    def outputs(self, out: Tensor) -> Tensor:
+        """The outputs (B, H, N, E) of all heads and tokens, from those that are here."""
         ...
 
     def whole_of(self, x: Tensor, dim: int) -> Tensor:

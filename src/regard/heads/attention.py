@@ -6,13 +6,14 @@ W model width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from regard.attention import prepare
+from regard.attention import Gathered, prepare
 from regard.kernels import Call
 from regard.masks import Causal, Keep, Mask
 
@@ -23,6 +24,7 @@ __all__ = [
     "from_sdpa",
     "output_projection",
     "output_weight",
+    "whole_parameter",
     "with_additive_mask",
 ]
 
@@ -46,6 +48,9 @@ class Attention:
     values: Tensor | None = None  # (..., M, E) of attention by hand, where they are known, in its own order of axes
     cache: Any = None  # the object that holds its keys, where it is known
     numbers: Tensor | None = None  # (M,) which tokens its keys are, where it is known
+    # Where heads or tokens are spread over processes: the call is of this one's heads, and what it finds is put together
+    together: Gathered | None = None
+    everything: Callable[[], Call] | None = None  # all heads, for those who must have them
 
     @property
     def device(self) -> torch.device:
@@ -63,7 +68,8 @@ class Attention:
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, N, M)"""
         if self.call is not None:
-            return self.call.shape
+            batch, heads, n, m = self.call.shape
+            return batch, heads if self.together is None else self.together.heads, n, m
         assert self.weights is not None
         batch, heads, n, m = self.weights.shape
         return batch, heads, n, m
@@ -81,7 +87,7 @@ def evened(attention: Attention) -> Attention:
         mask = Keep(mask.block(call.whole())[:, :1])
     q, k = (x.new_zeros(x.shape[0], 1, x.shape[2], 1, dtype=call.dtype) for x in (call.q, call.k))
     even = replace(call, q=q, k=k, v=k, scale=1.0, softcap=None, biases=(), sinks=None, dropout=None, mask=mask)
-    return replace(attention, call=even)
+    return replace(attention, call=even, together=None, everything=None)
 
 
 def with_additive_mask(mask: Tensor) -> dict[str, Any]:
@@ -195,10 +201,15 @@ def output_projection(
     return None
 
 
+def whole_parameter(parameter: Tensor) -> Tensor:
+    """A parameter without its gradient; one that is spread over processes, put together."""
+    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()  # type: ignore[operator]
+
+
 def output_weight(module: nn.Module, heads: int, width: int, *, parent: nn.Module | None = None) -> Tensor | None:
     """The weight (W, H * E) of the output projection; None where it is not known."""
     projection = output_projection(module, heads, width, parent=parent)
     if projection is None:
         return None
-    weight = projection.weight.detach()  # type: ignore[operator]
+    weight = whole_parameter(projection.weight)  # type: ignore[arg-type]
     return weight.mT if type(projection).__name__ == "Conv1D" else weight

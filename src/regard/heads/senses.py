@@ -17,6 +17,8 @@ import math
 import sys
 import threading
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -25,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from regard.attention import attend, prepare
+from regard.attention import Spread, attend, prepare
 from regard.cache import RollingCache
 from regard.errors import bad_type, bad_value
 from regard.heads import huggingface
@@ -35,6 +37,7 @@ from regard.heads.attention import (
     from_sdpa,
     output_projection,
     output_weight,
+    whole_parameter,
     with_additive_masks,
 )
 from regard.heads.frames import Frame, Frames, same_input
@@ -157,7 +160,10 @@ class Senses:
 
     def _attend(self, frame: Frame, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         out = attend(q, k, v, **options)
-        asked = {name: x for name, x in options.items() if name not in ("dropout", "generator", "kernel")}
+        unasked = ("dropout", "generator", "kernel", "spread")
+        asked = {name: x for name, x in options.items() if name not in unasked}
+        if options.get("spread") is not None:
+            return self._spread(frame, options["spread"], out, q.detach(), k.detach(), v.detach(), asked)
         with torch.no_grad():
             call = prepare(q.detach(), k.detach(), v.detach(), **asked)
         attention = self._describe(frame, call.shape, call=call)
@@ -169,6 +175,29 @@ class Senses:
             attention.numbers = torch.arange(held, device=q.device)
             attention.numbers[first:] += cache.seen - held
         return self._told(attention, out)
+
+    def _spread(
+        self, frame: Frame, spread: Spread, out: Tensor, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+    ) -> Tensor:
+        """Attention of which other processes have other heads or tokens: all look at the same time, each at all tokens
+        of some heads."""
+        if self.changes:
+            raise bad_value("heads", expected="a model on one process, where heads are changed",
+                            received="one whose heads or tokens are spread over several",
+                            remedy="change them before regard.parallel, or prune")  # fmt: skip
+        with torch.no_grad():
+            call, together = spread.seen(q, k, v, **options)
+            here = self._describe(frame, (*q.shape[:3], k.shape[2]), call=call)
+            attention = replace(here, together=together, everything=partial(spread.everything, q, k, v, **options))
+            for name in ("ids", "input"):
+                part = getattr(attention, name)
+                setattr(attention, name, None if part is None else spread.whole_of(part, 1))
+            _add_projection(attention, frame)
+            with torch._C.DisableTorchFunction():
+                if self.needs_output:
+                    attention.output = spread.outputs(out.detach())
+                self.see(attention)
+        return out
 
     def _multi_head(self, frame: Frame, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         # The output projection is inside. Where heads are changed, here or by somebody further out whose changes are to
@@ -310,14 +339,14 @@ class Senses:
 def _add_projection(attention: Attention, frame: Frame) -> None:
     """What becomes of the heads' outputs, where the module that runs, or the one that called it, tells."""
     assert attention.call is not None
-    heads, width = attention.call.shape[1], attention.call.v.shape[3]
+    heads, width = attention.shape[1], attention.call.v.shape[3]
     parent = None if frame.parent is None else frame.parent.module
     projection = output_projection(frame.module, heads, width, parent=parent)
     if projection is None:
         return
     attention.out_weight = output_weight(frame.module, heads, width, parent=parent)
     bias = getattr(projection, "bias", None)
-    attention.out_bias = bias.detach() if isinstance(bias, Tensor) else None
+    attention.out_bias = whole_parameter(bias) if isinstance(bias, Tensor) else None
 
 
 def _without_weights(call: Call) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from regard.attention import look, plane_of
 from regard.heads.attention import Attention
@@ -122,6 +123,8 @@ def measured(attention: Attention, measures: list[Measure], text: Text, numbers:
     ]
     known: dict[str, Any] = {"key_ids": key_ids, "ids": attention.ids, "text_ids": ids}
     call, weights = attention.call, attention.weights
+    if call is not None and attention.together is not None:
+        return _measured_together(attention, usable, text, numbers)
     if call is not None:
         plane = replace(plane_of(call), values=call.v, out_weight=attention.out_weight, **known)
         if attention.kind == "self" and (text.pieces or attention.numbers is not None):
@@ -141,6 +144,23 @@ def measured(attention: Attention, measures: list[Measure], text: Text, numbers:
         survey = Survey(usable, plane)
         survey.add(Strip(plane, *everything, weights=weights, mass=weights.sum(-1)))
     return survey.result()
+
+
+def _measured_together(attention: Attention, measures: list[Measure], text: Text, numbers: Tensor) -> Measurements:
+    """The same where each process has some heads: each measures its own, and what they find is put together. (What
+    needs all heads at once is measured by all of them.)"""
+    together, weight = attention.together, attention.out_weight
+    assert together is not None and attention.call is not None and attention.everything is not None
+    own, width = together.own, attention.call.v.shape[3]
+    part = None if weight is None else weight[:, own.start * width : own.stop * width]
+    here = replace(attention, together=None, everything=None, out_weight=part)
+    found = measured(here, [one for one in measures if not one.needs_all_heads], text, numbers)
+    values, counts = tree_map_only(Tensor, together, (found.values, found.counts))
+    of_all = [one for one in measures if one.needs_all_heads]
+    if of_all:
+        there = replace(here, call=attention.everything(), out_weight=weight)
+        values |= measured(there, of_all, text, numbers).values
+    return Measurements(values, together(found.seen), counts)
 
 
 def joined(text: Text, measures: list[Measure]) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def shard_heads(module: nn.Module, mesh: DeviceMesh, *, check: bool = True) -> n
     for layer in layers.values():
         if layer.spread is None:
             layer.spread = Sharding()
-        layer.spread.heads = Heads(ranks, layer.num_heads, check)
+        layer.spread.heads = Heads(ranks, layer.num_heads, layer.num_kv_heads, check)
         parallelize_module(layer, mesh, _plan(layer, ranks))
         for owner, name, axis in ((layer, "sinks", 0), (layer.position_encoding, "weight", 1)):
             if isinstance(owner, (MultiHeadAttention, RelativeBias)) and isinstance(
@@ -65,7 +65,7 @@ def shard_heads(module: nn.Module, mesh: DeviceMesh, *, check: bool = True) -> n
     for part in parts.values():
         plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(part, mesh, plan if part.gate is None else {**plan, "gate": ColwiseParallel()})
-    for name, block in module.named_modules():
+    for block in module.modules():
         if isinstance(block, AttentionBlock) and block.dropout.p:
             block.dropout.register_forward_pre_hook(_SameNumbers(ranks), with_kwargs=True)
     return module

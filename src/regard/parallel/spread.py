@@ -21,6 +21,7 @@ from regard.kernels import Call
 from regard.kernels.dropout import new_seed
 from regard.masks import Tile, as_mask, whole
 from regard.parallel import alltoall, ring
+from regard.parallel.alltoall import kv_heads_of
 from regard.parallel.tokens import Tokens, balance_of, mark, parts_of
 from regard.parallel.whole import Drop, Whole, describe
 from regard.parallel.wire import Ranks, digest
@@ -38,6 +39,7 @@ class Heads:
 
     ranks: Ranks
     total: int  # H
+    groups: int  # G
     check: bool = True
 
     @property
@@ -320,6 +322,32 @@ class Spread:
             groups.append((self.sharding.heads.ranks, own, total))
         return call, Gathered(groups)
 
+    def everything(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Call:
+        """All tokens of all heads, as one call: what one process would have."""
+        mask, bias, sinks = options.pop("mask"), options.pop("bias"), options.pop("sinks")
+        sequence, heads = self.sharding.sequence, self.sharding.heads
+        if sequence is not None:
+            assert self.queries is not None and self.keys is not None
+            tokens = (self.queries, self.keys, self.keys)
+            q, k, v = (t.whole(parts_of(x, sequence.ranks, t, 2), 2) for x, t in zip((q, k, v), tokens, strict=True))
+            options |= {"positions": self.positions, "key_positions": self.positions if self.own else None}
+        if heads is not None:
+            size = heads.ranks.size
+            even = Tokens((heads.total // size,) * size, False)
+            q = even.whole(parts_of(q, heads.ranks, even, 1), 1)
+            k, v = (_of_all_kv_heads(x, heads) for x in (k, v))
+            bias = tuple(one.with_weight(_full(one.weight)) for one in as_biases(bias)) or None
+            sinks = None if sinks is None else _full(sinks)
+        return prepare(q, k, v, mask=mask, bias=bias, sinks=sinks, **options)
+
+    def outputs(self, out: Tensor) -> Tensor:
+        """The outputs (B, H, N, E) of all heads and tokens, from this rank's."""
+        out, heads = self.whole_of(out, 2), self.sharding.heads
+        if heads is None:
+            return out
+        even = Tokens((out.shape[1],) * heads.ranks.size, False)
+        return even.whole(parts_of(out, heads.ranks, even, 1), 1)
+
     def whole_of(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of something that the queries have, as the whole."""
         if self.queries is None or self.sharding.sequence is None:
@@ -350,6 +378,21 @@ class Spread:
             bias = tuple(_bias_of_heads(one, heads) for one in as_biases(bias)) or None
             sinks = sinks.to_local() if isinstance(sinks, DTensor) else sinks
         return {"mask": mask, "bias": bias, "sinks": sinks, **options}
+
+
+def _full(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def _of_all_kv_heads(x: Tensor, heads: Heads) -> Tensor:
+    """Keys or values (B, G, M, D) of all kv heads, from those that each rank has (some may be on several)."""
+    size = heads.ranks.size
+    count = heads.total // size
+    here = [kv_heads_of(slice(r * count, (r + 1) * count), heads.total, heads.groups) for r in range(size)]
+    there = Tokens(tuple(map(len, here)), False)
+    every = there.whole(parts_of(x, heads.ranks, there, 1), 1)
+    numbers = [one for some in here for one in some]
+    return every[:, [numbers.index(one) for one in range(heads.groups)]]
 
 
 def _mask_of_heads(mask: Any, heads: Heads, q: Tensor, options: dict[str, Any]) -> Any:
@@ -395,9 +438,9 @@ class Gathered:
     groups: list[tuple[Ranks, list[slice], int]]
 
     @property
-    def heads(self) -> int | None:
+    def heads(self) -> int:
         """H of the whole."""
-        return self.groups[-1][2] if self.groups else None
+        return self.groups[-1][2]
 
     @property
     def own(self) -> slice:

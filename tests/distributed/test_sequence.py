@@ -1,0 +1,150 @@
+"""A sequence over 2, 3 and 4 processes, by ring and all-to-all: outputs and gradients are those of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from distributed import together
+from distributed.compare import (
+    LIMITS,
+    SEED,
+    TOKENS,
+    Case,
+    alone,
+    apart,
+    found,
+    in_parts,
+    leaf,
+    no_worse,
+    report,
+    shaken,
+    table,
+    within,
+)
+from distributed.variants import BENEATH, LAYERS, MASKS, RANDOM, Own, made, positions
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from regard import parallel
+from regard.masks import Causal
+from regard.parallel import Tokens
+from regard.positions import Rotary
+
+METHODS = ("ring", "alltoall")
+UNEVEN = {2: [(0, 29), (28, 1)], 3: [(5, 0, 24), (11, 17, 1), (0, 0, 29)], 4: [(1, 17, 0, 11), (0, 2, 26, 1)]}
+Rows = Iterator[tuple[str, Callable[[], dict[str, float]]]]
+
+
+def each(rank: int, size: int) -> dict[str, Any]:
+    """All cases, one after the other. (Those that say nothing of balance come before any sequence is balanced.)"""
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("sequence",))
+    rows: list[tuple[str, Callable[[], dict[str, float]]]] = []
+    for balance in (False, True):
+        for method in METHODS:
+            where = f"{method}, {'balanced' if balance else 'contiguous'}"
+            cases = {**LAYERS, **MASKS, **BENEATH}
+            rows += (
+                (f"{name}, {where}", partial(compared, case, mesh, method, balance)) for name, case in cases.items()
+            )
+            rows += _others(mesh, method, balance, where)
+        rows += _random(mesh, balance)
+        if not balance:
+            rows += _uneven(mesh)
+    return table(rows)
+
+
+def compared(case: Case, mesh: DeviceMesh, method: str, balance: bool, **options: Any) -> dict[str, float]:
+    """Errors over what is allowed."""
+    right = alone(case)
+    if "weights" in right:  # a rank has those of its own queries
+        tokens = Tokens.of(case.tokens, mesh.size(), balance)
+        right["weights"] = tokens.part(right["weights"], mesh.get_local_rank(), right["weights"].dim() - 2)
+    return within(LIMITS[case.dtype], apart(in_parts(case, mesh, method, balance=balance, **options), right))
+
+
+def _others(mesh: DeviceMesh, method: str, balance: bool, where: str) -> Rows:
+    own = Case(lambda: shaken(Own()), {"mask": Causal()})
+    yield f"somebody's own module, {where}", partial(compared, own, mesh, method, balance, said=balance or None)
+    for name, shape in {"positions in parts": (TOKENS,), "positions of each in parts": (2, TOKENS)}.items():
+        case = made(Causal(), position_encoding=Rotary(6), case={"options": {"positions": positions(*shape)}})
+        told = partial(_positions_in_parts, mesh, balance)
+        yield f"{name}, {where}", partial(compared, case, mesh, method, balance, change=told)
+    half = {"dtype": torch.bfloat16, "numbers": torch.bfloat16}
+    for name, case in {
+        "bfloat16": made(Causal(), num_kv_heads=4, position_encoding=Rotary(6), case=half),
+        "autocast": made(Causal(), num_kv_heads=4, case={**half, "dtype": torch.float32, "autocast": True}),
+    }.items():
+        yield f"{name}, {where}", partial(rounded, case, mesh, method, balance)
+    if method == "ring":
+        for heads, groups in ((5, 5), (7, 1), (10, 2)):
+            case = made(Causal(), num_heads=heads, num_kv_heads=groups)
+            yield f"{heads} heads, {groups} kv heads, {where}", partial(compared, case, mesh, method, balance)
+
+
+def _positions_in_parts(mesh: DeviceMesh, balance: bool, options: dict[str, Any]) -> dict[str, Any]:
+    where = options["positions"]
+    return {**options, "positions": parallel.shard(where, mesh, balance, dim=where.dim() - 1)}
+
+
+def rounded(case: Case, mesh: DeviceMesh, method: str, balance: bool) -> dict[str, float]:
+    """In bfloat16: the error, over twice that of one process."""
+    exact = alone(replace(case, dtype=torch.float64, autocast=False))
+    return no_worse(in_parts(case, mesh, method, balance=balance), alone(case), exact)
+
+
+def _random(mesh: DeviceMesh, balance: bool) -> Rows:
+    for number, (name, case) in enumerate(RANDOM.items()):
+        if number % 2 == balance:
+            method = METHODS[number // 2 % 2]
+            where = f"{method}, {'balanced' if balance else 'contiguous'}"
+            yield f"{name}, {where}", partial(compared, case, mesh, method, balance)
+
+
+def _uneven(mesh: DeviceMesh) -> Rows:
+    cases = {
+        "plain": made(num_kv_heads=4),
+        "causal": made(Causal(), position_encoding=Rotary(6)),
+        "documents": MASKS["mask: causal documents with padding"],
+        "dropout": LAYERS["dropout"],
+        "weights": LAYERS["weights"],
+        "cross": LAYERS["cross, more keys, causal"],
+        "dense bias": LAYERS["dense bias of each head"],
+        "kernel": made(Causal(), kernel="reference"),
+    }
+    for lengths in UNEVEN[mesh.size()]:
+        for method in METHODS:
+            for name, case in cases.items():
+                yield f"{name}, {method}, parts of {lengths}", partial(by_hand, case, mesh, method, lengths)
+
+
+def by_hand(case: Case, mesh: DeviceMesh, method: str, lengths: tuple[int, ...]) -> dict[str, float]:
+    """Parts of any lengths, cut by whoever wishes; each rank's loss is that of its tokens alone."""
+    rank = mesh.get_local_rank()
+    module, right = case.new(), alone(case)
+    parallel.shard_sequence(module, mesh, method)  # type: ignore[arg-type]
+
+    def part(x: torch.Tensor, dim: int) -> torch.Tensor:
+        many = lengths if x.shape[dim] == TOKENS else (*[0] * (mesh.size() - 2), 3, x.shape[dim] - 3)
+        return x.split(many, dim)[rank]
+
+    parts = {name: leaf(part(x, 1)) for name, x in case.inputs().items()}
+    torch.manual_seed(SEED + rank)
+    out = module(*parts.values(), **case.options)
+    out, weights = out if isinstance(out, tuple) else (out, None)
+    (out * part(case.direction(), 1)).sum().backward()
+    ours = found(out, weights, module, parts)
+    ours["whole"] = parallel.gather(out, mesh).detach()
+    expected = {name: part(x, 1) if name in ("output", "gradient of x", "gradient of key") else x
+                for name, x in right.items()}  # fmt: skip
+    if weights is not None:
+        expected["weights"] = part(right["weights"], 2)
+    return within(LIMITS[case.dtype], apart(ours, {**expected, "whole": right["output"]}))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_parts_of_a_sequence_give_what_the_whole_gives(size: int) -> None:
+    report(together.run(each, size, size), least=500)

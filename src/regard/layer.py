@@ -251,6 +251,7 @@ class MultiHeadAttention(nn.Module):
             dropout = self.dropout if self.training else 0.0
             check = partial(self._check_inputs, query, key, value)
             spread = self.spread(query, key, check, dropout=dropout, **options)
+            query, key, value = spread.entered(query, key, value)
 
         with nullcontext() if cache is None else cache.attending():
             if cache is not None and cache.complete:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
 from distributed import together
 from distributed.compare import (
     LIMITS,
@@ -27,8 +29,6 @@ from distributed.compare import (
     within,
 )
 from distributed.variants import BENEATH, LAYERS, MASKS, RANDOM, Own, made, positions
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
 from regard import parallel
 from regard.masks import Causal
 from regard.parallel import Tokens

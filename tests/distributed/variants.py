@@ -9,10 +9,10 @@ import random
 from typing import Any
 
 import torch
-from distributed.compare import BATCH, HEAD, HEADS, TOKENS, WIDTH, Case, layer, normal, shaken
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from distributed.compare import BATCH, HEAD, HEADS, TOKENS, WIDTH, Case, layer, normal, shaken
 from regard import AttentionBlock
 from regard.kernels import available
 from regard.masks import Causal, Documents, Hide, Keep, Padding, Prefix, Window

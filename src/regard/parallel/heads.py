@@ -10,6 +10,7 @@ and v_proj stay whole on every rank, each takes the heads that it needs, and gra
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def shard_heads(module: nn.Module, mesh: DeviceMesh, *, check: bool = True) -> n
     for layer in layers.values():
         if layer.spread is None:
             layer.spread = Sharding()
-        layer.spread.heads = Heads(ranks, layer.num_heads, layer.num_kv_heads, check)
+        layer.spread.heads = Heads(mesh, layer.num_heads, layer.num_kv_heads, check)
         parallelize_module(layer, mesh, _plan(layer, ranks))
         for owner, name, axis in ((layer, "sinks", 0), (layer.position_encoding, "weight", 1)):
             if isinstance(owner, (MultiHeadAttention, RelativeBias)) and isinstance(
@@ -65,6 +66,7 @@ def shard_heads(module: nn.Module, mesh: DeviceMesh, *, check: bool = True) -> n
     for part in parts.values():
         plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         parallelize_module(part, mesh, plan if part.gate is None else {**plan, "gate": ColwiseParallel()})
+        part.register_forward_pre_hook(partial(_entering, mesh))
     for block in module.modules():
         if isinstance(block, AttentionBlock) and block.dropout.p:
             block.dropout.register_forward_pre_hook(_SameNumbers(ranks), with_kwargs=True)
@@ -130,6 +132,12 @@ def _distribute(owner: nn.Module, name: str, mesh: DeviceMesh, placement: Shard 
     owner.register_parameter(name, nn.Parameter(spread, requires_grad=before.requires_grad))
 
 
+def _entering(mesh: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The input of several projections as one replicated DTensor: its gradients are summed over the ranks once."""
+    x = inputs[0]
+    return (x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False), *inputs[1:])
+
+
 class _SomeHeads(ParallelStyle):
     """A projection to fewer kv heads than ranks: whole everywhere; each rank takes the heads that it needs."""
 
@@ -142,15 +150,12 @@ class _SomeHeads(ParallelStyle):
             if module._parameters[name] is not None:
                 _distribute(module, name, device_mesh, Replicate())
 
-        def enter(_: nn.Module, inputs: tuple[Any, ...]) -> Any:
-            return (DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False), *inputs[1:])
-
         def leave(_: nn.Module, __: Any, output: DTensor) -> Tensor:
             # what this rank does with it is a part of what is done with it: gradients are summed
             local = output.to_local(grad_placements=[Partial()]).unflatten(-1, (-1, self.width))
             return local[..., self.heads, :].flatten(-2)
 
-        module.register_forward_pre_hook(enter)
+        module.register_forward_pre_hook(partial(_entering, device_mesh))
         module.register_forward_hook(leave)
         return module
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 from regard import kernels
 from regard.attention import attention_weights, prepare
@@ -37,10 +39,18 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class Heads:
     """Heads spread over ranks: each has as many query heads."""
 
-    ranks: Ranks
+    mesh: DeviceMesh
     total: int  # H
     groups: int  # G
     check: bool = True
+
+    @cached_property
+    def ranks(self) -> Ranks:
+        """Those of the mesh."""
+        return Ranks.of(self.mesh)
+
+    def __deepcopy__(self, memo: Any) -> Heads:
+        return self
 
     @property
     def own(self) -> slice:
@@ -257,6 +267,18 @@ class Spread:
     def marked(self, out: Tensor) -> Tensor:
         """The layer's output is a part, as its input was."""
         return out if self.queries is None else mark(out, self.queries.balanced)
+
+    def entered(self, *inputs: Tensor) -> list[Tensor]:
+        """The layer's inputs as its projections take them: where heads are spread, a replicated DTensor, so that the
+        gradients of one input are summed over the ranks once, and not once for each projection."""
+        heads = self.sharding.heads
+        if heads is None:
+            return list(inputs)
+        made: dict[int, Tensor] = {}
+        for x in inputs:
+            if id(x) not in made:
+                made[id(x)] = DTensor.from_local(x, heads.mesh, [Replicate()], run_check=False)
+        return [made[id(x)] for x in inputs]
 
     # What `attend` does
 

@@ -9,6 +9,7 @@ regard serve                       the same page, live: type a text, pick a mode
 regard heads "The cat that I saw"  what each head does: its role, with score and baseline
 regard ablate "The cat that I saw" which heads matter to a text; or what happens without some of them
 regard prune small.safetensors     a smaller model, without the heads that matter least
+regard bench                       how fast this machine is: the kernels, or a layer over several processes
 regard doctor                      versions, what the CPU can do, which kernels there are and why not the others
 """
 
@@ -18,12 +19,14 @@ import json
 import sys
 import tempfile
 import webbrowser
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 
+from regard import bench as benches
 from regard import doctor, draw, measures, models
 from regard import heads as lens
 from regard.errors import bad_value, missing_extra
@@ -329,6 +332,39 @@ def prune(
     _out.print(f"written to {out}", markup=False)
 
 
+@app.command()
+def bench(
+    distributed: Annotated[
+        bool, typer.Option("--distributed", help=f"One layer over several processes: {benches.COMMAND}")
+    ] = False,
+    tokens: Annotated[int, typer.Option(min=1, help="The length of the sequence.")] = 4096,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 12,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key and value heads; as many by default.")] = None,
+    head_dim: Annotated[int, typer.Option(min=1, help="The width of a head.")] = 64,
+    causal: Annotated[bool, typer.Option("--causal/--no-causal", help="Each token sees those before it only.")] = True,
+    repeats: Annotated[int, typer.Option(min=1, help="Turns of each contestant; medians are shown.")] = 5,
+    timeout: Annotated[float, typer.Option(help="Seconds that a process waits for another.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: times in seconds, sizes in bytes.")] = False,
+) -> None:
+    """How fast this machine is: the kernels beside torch's own, or one layer over several processes beside one."""
+    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "causal": causal,
+                             "repeats": repeats}  # fmt: skip
+    if not distributed:
+        rows = benches.kernels(sorted({max(1, tokens // 16), max(1, tokens // 4), tokens}), **sizes)
+        if as_json:
+            typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
+        else:
+            _print_kernels(rows)
+        return
+    report = benches.distributed(tokens=tokens, timeout=timeout, **sizes)
+    if report.rank:
+        return
+    if as_json:
+        typer.echo(json.dumps(asdict(report), indent=2))
+    else:
+        _print_report(report)
+
+
 @app.command(name="doctor")
 def examine(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
     """Versions, what the CPU can do, which kernels there are and why not the others."""
@@ -413,6 +449,46 @@ def _print_similarities(texts: list[str], vectors: torch.Tensor) -> None:
         short = text if len(text) <= 48 else text[:47] + "…"
         table.add_row(f"{i + 1}  {short}".replace("[", r"\["), *(f"{x:.3f}" for x in alike[i].tolist()))
     _out.print(table)
+
+
+def _table(*columns: str) -> Table:
+    """All but the first column to the right."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left", no_wrap=True)
+    return table
+
+
+def _print_kernels(rows: list[benches.Beside]) -> None:
+    table = _table("", "tokens", "SDPA", "attend", "ratio", "seeing", "ratio")
+    for row in rows:
+        seeing = ("", "") if row.seeing is None else (_time(row.seeing), f"{row.ratio_seeing:.2f}")
+        table.add_row("with backward" if row.backward else "forward", f"{row.tokens:,}", _time(row.sdpa),
+                      _time(row.attend), f"{row.ratio:.2f}", *seeing)  # fmt: skip
+    _out.print(table)
+    _out.print("\nMedians; a ratio above 1: faster than F.scaled_dot_product_attention. Seeing is regard.measure.")
+
+
+def _print_report(report: benches.Report) -> None:
+    table, served = _table("", "step", "memory", "bytes sent", "by formula", "off by"), []
+    for row in report.rows:
+        if row.why_not is not None:
+            served.append(f"{row.way}: no, {row.why_not}")
+            continue
+        formula = "the same" if row.as_calculated else f"{sum(row.formula.values()):,}"
+        wrong = "" if row.right in (None, True) else " (!)"
+        table.add_row(row.way, _time(row.seconds), "-" if row.memory is None else f"{row.memory / 1e6:,.1f} MB",
+                      f"{sum(row.sent.values()):,}", formula,
+                      "-" if row.difference is None else f"{row.difference:.0e}{wrong}")  # fmt: skip
+    _out.print(table)
+    for line in served:
+        _out.print(line, markup=False)
+    _out.print(f"\nOne layer, forward and backward, on {report.ranks} processes ({report.device}, threads of each: "
+               f"{report.threads}). Of the ranks' numbers the largest.", markup=False)  # fmt: skip
+
+
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:,.2f} ms"
 
 
 def main() -> None:

@@ -243,15 +243,15 @@ class MultiHeadAttention(nn.Module):
             return self.forward(query[None], key, value, **same)[0]
         key = query if key is None else key
         value = key if value is None else value
-        spread = None
+        dropout = self.dropout if self.training else 0.0
+        spread: Any = None
         if self.spread is None:
             self._check_inputs(query, key, value)
         else:
-            options = {"mask": mask, "bias": bias, "positions": positions, "cache": cache}
-            dropout = self.dropout if self.training else 0.0
             check = partial(self._check_inputs, query, key, value)
-            spread = self.spread(query, key, check, dropout=dropout, **options)
-            query, key, value = spread.entered(query, key, value)
+            spread = self.spread(query, key, check, mask, bias, positions, cache, dropout)
+            entered: list[Tensor] = spread.entered(query, key, value)
+            query, key, value = entered
 
         with nullcontext() if cache is None else cache.attending():
             if cache is not None and cache.complete:
@@ -265,15 +265,15 @@ class MultiHeadAttention(nn.Module):
                 q = self._split(q, self.q_norm, self.head_dim)  # (B, H, N, D)
                 k = self._split(k, self.k_norm, self.head_dim)  # (B, G, M, D)
                 v = self._split(v, None, self.value_head_dim)  # (B, G, M, E)
-                if spread is not None and spread.parts:  # some of the tokens: where they stand, the whole decides
-                    slots = Slots()
-                    q, k = (self._turn(x, *stand) for x, stand in zip((q, k), spread.stand(q.device), strict=True))
-                else:
+                if spread is None or not spread.parts:
                     k, v, slots = self._place_keys(k, v, positions, cache, own=key is query)
+                else:
+                    k, slots = self._turn(k, *spread.of_keys(k.device)), Slots()
             if spread is None or not spread.parts:
                 q, k = self._place_queries(q, k, slots)
+            else:  # some of the tokens: where they stand, the whole decides
+                q = self._turn(q, *spread.of_queries(q.device))
             options = self._options(slots, mask, bias)
-            dropout = self.dropout if self.training else 0.0
             out = attend(q, k, v, dropout=dropout, kernel=self.kernel, spread=spread, **options)
             weights = None
             if need_weights:
@@ -283,7 +283,7 @@ class MultiHeadAttention(nn.Module):
         return out if weights is None else (out, weights)
 
     def like(self, x: Tensor, query: Tensor) -> Tensor:
-        """x, made token by token of what is the layer's query: where tokens are spread over processes, the same part."""
+        """x, made token by token of the layer's query: where tokens are spread over processes, it is the same part."""
         return x if self.spread is None else self.spread.like(x, query)
 
     def _split(self, x: Tensor, norm: nn.Module | None, width: int) -> Tensor:

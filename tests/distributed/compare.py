@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def shaken(module: nn.Module) -> nn.Module:
     return module
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """What is computed: a module, its inputs, what it is told."""
 
@@ -92,8 +93,9 @@ class Case:
         return 0 if self.batch is None else 1
 
 
+@cache
 def alone(case: Case) -> Found:
-    """On one process."""
+    """On one process. Once for all ways to spread it."""
     module, inputs = case.new(), case.inputs()
     torch.manual_seed(SEED)
     with case.around():

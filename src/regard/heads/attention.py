@@ -48,7 +48,7 @@ class Attention:
     values: Tensor | None = None  # (..., M, E) of attention by hand, where they are known, in its own order of axes
     cache: Any = None  # the object that holds its keys, where it is known
     numbers: Tensor | None = None  # (M,) which tokens its keys are, where it is known
-    # Where heads or tokens are spread over processes: the call is of this one's heads, and what it finds is put together
+    # Where heads or tokens are spread over processes: the call is of this one's heads, what all find is put together
     together: Gathered | None = None
     everything: Callable[[], Call] | None = None  # all heads, for those who must have them
 

@@ -56,8 +56,8 @@ class Dropout:
 
     @staticmethod
     def at(p: float, seed: Tensor, head: Tensor, row: Tensor, col: Tensor) -> Dropout:
-        """The dropout of a part of a call: its heads (B, H), rows (N,) and columns (M,), by their numbers (int32) in the
-        whole."""
+        """The dropout of a part of a call: its heads (B, H), rows (N,) and columns (M,), int32, by their numbers in
+        the whole."""
         seed = seed.to(torch.int32)
         rows = _mix(_mix(seed + head * _GOLDEN)[:, :, None] + row * _GOLDEN)
         return Dropout(p, rows, _mix(~seed + col * _GOLDEN)[None])

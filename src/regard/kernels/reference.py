@@ -70,7 +70,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def backward(call: Call, out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[bool]) -> list[Tensor]:
-    """The wanted gradients of `call.learned()`, by the formula: dS = P * (dO V^T - rowsum(dO * O)), P = exp(S - lse)."""
+    """The wanted gradients of `call.learned()`: dS = P * (dO V^T - rowsum(dO * O)), where P = exp(S - lse)."""
     assert call.sinks is None, "a sink enters once, where all keys have been merged"
     learned = [x.detach().requires_grad_(want) for x, want in zip(call.learned(), wanted, strict=True)]
     call = call.with_learned(learned)

@@ -10,6 +10,7 @@ D head width of q and k, E head width of v, P ranks.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def heads_of(heads: int, size: int) -> list[slice]:
     if heads < size:
         return [slice(rank % heads, rank % heads + 1) for rank in range(size)]
     ends = [heads * rank // size for rank in range(size + 1)]
-    return [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(ends)]
 
 
 def kv_heads_of(own: slice, heads: int, groups: int) -> list[int]:
@@ -92,7 +93,7 @@ def to_heads(
 
 def to_tokens(ranks: Ranks, queries: Tokens, heads: int, out: Tensor) -> Tensor:
     """From all tokens of this rank's heads, (B, h, N, E), to this rank's tokens of all heads, (B, H, n, E)."""
-    batch, h, _, e = out.shape
+    batch, _, _, e = out.shape
     own, n = heads_of(heads, ranks.size), queries.lengths[ranks.rank]
     parts = [[queries.part(out, rank, 2)] for rank in range(ranks.size)]
     shapes = [[(batch, some.stop - some.start, n, e)] for some in own]

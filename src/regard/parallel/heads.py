@@ -106,7 +106,8 @@ def _check_linears(owner: str, linears: dict[str, nn.Module]) -> None:
     for name, linear in linears.items():
         if not isinstance(linear, nn.Linear) or not isinstance(linear.weight, Tensor):
             raise bad_type(f"{owner}.{name}", expected="an nn.Linear, which torch can spread",
-                           received=type(linear).__name__, remedy="shard first, then add adapters or quantise")  # fmt: skip
+                           received=type(linear).__name__,
+                           remedy="shard first, then add adapters or quantise")  # fmt: skip
         if isinstance(linear.weight, DTensor):
             raise bad_value(f"{owner}.{name}", expected="a weight that is whole", received="a DTensor",
                             remedy="shard_heads first, then fully_shard")  # fmt: skip

@@ -13,7 +13,8 @@ adds, and then home.
 A block goes no further than somebody needs it: under a causal mask the first rank gets nothing, and with a window a
 block visits its neighbours. It may set out in both directions, where that is shorter.
 
-Letters: B batch, H query heads, G kv heads, n queries here, m keys of a block, D head width of q and k, E of v, P ranks.
+Letters: B batch, H query heads, G kv heads, n queries here, m keys of a block, D head width of q and k, E of v,
+P ranks.
 """
 
 from __future__ import annotations
@@ -178,33 +179,29 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
         call = plan.whole.call.with_learned([*plan.whole.call.learned()[:3], *others])
         plan = replace(plan, whole=replace(plan.whole, call=call))
-        out, lse = _forward(plan, q, _packed(k, v))
-        ctx.plan, ctx.others = plan, len(others)
-        ctx.save_for_backward(q, k, v, out, lse, *others)
+        own = torch.cat([k.reshape(-1), v.reshape(-1)])  # one message
+        out, lse = _forward(plan, q, own)
+        ctx.plan = plan
+        ctx.save_for_backward(q, own, out, lse, *others)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        q, k, v, out, lse, *others = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, own, out, lse, *others = ctx.saved_tensors
         call = ctx.plan.whole.call
         call = call.with_learned([*call.learned()[:3], *others])
         plan = replace(ctx.plan, whole=replace(ctx.plan.whole, call=call))
         with torch.no_grad():
-            made = _backward(plan, q, _packed(k, v), out, lse, grads[0], list(ctx.needs_input_grad[1:]))
+            made = _backward(plan, q, own, out, lse, grads[0], list(ctx.needs_input_grad[1:]))
         return None, *made
-
-
-def _packed(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values as one message."""
-    return torch.cat([k.reshape(-1), v.reshape(-1)])
 
 
 def _forward(plan: Plan, q: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
     call, dtype = plan.whole.call, plan.whole.call.dtype
-    batch, heads, n, _ = q.shape
-    total = q.new_zeros(batch, heads, n, call.v.shape[3], dtype=dtype)
-    lse = q.new_full((batch, heads, n), float("-inf"), dtype=dtype)
+    out, lse = new_output(q, call.v)
+    lse.fill_(float("-inf"))
+    total = out.zero_() if out.dtype is dtype else torch.zeros_like(out, dtype=dtype)
     for blocks in plan.travel(own):
         for owner, _, block in blocks:
             for rows, _, part in plan.sub_calls(q, block, owner):
@@ -214,8 +211,7 @@ def _forward(plan: Plan, q: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
         with_sinks = torch.logaddexp(lse, sinks)
         total.mul_((lse - with_sinks).exp_()[..., None])
         lse = with_sinks
-    out, _ = new_output(q, call.v)
-    return out.copy_(total), lse
+    return (total if total is out else out.copy_(total)), lse
 
 
 def _merge(total: Tensor, lse: Tensor, out: Tensor, more: Tensor) -> None:
@@ -238,7 +234,6 @@ def _backward(
     weights = [bias.weight for bias in call.biases]
     of_biases = wanted[len(wanted) - len(weights) :]
     d_biases = [torch.zeros_like(w, dtype=dtype) if want else None for w, want in zip(weights, of_biases, strict=True)]
-    d_out = d_out.contiguous()
     mine = plan.new_block(ranks.rank, dtype).zero_()  # the gradient of this rank's own keys and values
     behind: dict[int, Tensor] = {}  # what earlier ranks added to that of the blocks that are here; still on its way
     came_home: list[Tensor] = []

@@ -80,7 +80,6 @@ class Sharding:
         query: Tensor,
         key: Tensor,
         check: Callable[[], None],
-        *,
         mask: Any,
         bias: Any,
         positions: Tensor | None,
@@ -252,17 +251,21 @@ class Spread:
         """Whether tokens are spread: else the layer has them all."""
         return self.queries is not None
 
-    def stand(self, device: torch.device) -> tuple[Stand, Stand]:
-        """Where this rank's queries and keys stand."""
+    def of_queries(self, device: torch.device) -> Stand:
+        """Where this rank's queries stand."""
         assert self.queries is not None and self.keys is not None and self.sharding.sequence is not None
-        rank = self.sharding.sequence.ranks.rank
-        n, m = self.queries.total, self.keys.total
-        keys = Stand(self.keys.numbers(rank, device), m)
+        rank, n, m = self.sharding.sequence.ranks.rank, self.queries.total, self.keys.total
         if self.positions is None:
-            return Stand(self.queries.numbers(rank, device) + (m - n), m), keys
+            return Stand(self.queries.numbers(rank, device) + (m - n), m)
         own = self.queries.part(self.positions, rank, self.positions.dim() - 1)
-        queries = Stand(own, int(self.positions.max()) + 1 if self.positions.numel() else 0)
-        return queries, queries if self.own else keys
+        return Stand(own, int(self.positions.max()) + 1 if self.positions.numel() else 0)
+
+    def of_keys(self, device: torch.device) -> Stand:
+        """Where this rank's keys stand."""
+        assert self.keys is not None and self.sharding.sequence is not None
+        if self.own and self.positions is not None:
+            return self.of_queries(device)
+        return Stand(self.keys.numbers(self.sharding.sequence.ranks.rank, device), self.keys.total)
 
     def marked(self, out: Tensor) -> Tensor:
         """The layer's output is a part, as its input was."""

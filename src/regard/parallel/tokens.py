@@ -1,7 +1,7 @@
 """Which tokens of a sequence are where: a rank's part of it, and the whole again.
 
     contiguous   rank 0: [0, a)   rank 1: [a, b)   rank 2: [b, N)           any lengths
-    balanced     2 P chunks; rank r has chunk r and chunk 2 P - 1 - r       what a causal mask leaves is the same for all
+    balanced     2 P chunks; rank r has chunk r and chunk 2 P - 1 - r       under a causal mask all have as much to do
 
 Letters: B batch, N tokens of the whole, n those of one rank, P ranks.
 """

@@ -66,7 +66,7 @@ class Whole:
         return call if self.drop is None else replace(call, dropout=self.drop.part(q.shape[0], heads, rows, cols))
 
     def survey(self) -> tuple[list[list[bool]], list[list[bool]]]:
-        """Of each run of queries and each run of keys, of all ranks in order: whether some, and every, pair is visible."""
+        """Of each run of queries and of keys, of all ranks in order: whether some, and every, pair is visible."""
         q_runs, k_runs = (_all_runs(tokens) for tokens in (self.queries, self.keys))
         shape = (len(q_runs), len(k_runs))
         if self.call.mask is None or 0 in shape:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.errors import bad_type, bad_value
@@ -76,8 +77,8 @@ class _Functional(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
         if name.startswith("_c10d_functional.all_reduce"):
-            group = dist.distributed_c10d._resolve_process_group(args[2])
-            self.sent.add("sum", _of_a_sum(args[0].nbytes, group.size()))
+            size = _resolve_process_group(args[2]).size()
+            self.sent.add("sum", _of_a_sum(args[0].nbytes, size))
         elif name.startswith("_c10d_functional.all_gather_into_tensor"):
             self.sent.add("gather", args[0].nbytes * (args[1] - 1), args[1] - 1)
         return func(*args, **(kwargs or {}))

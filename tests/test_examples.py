@@ -25,10 +25,12 @@ def matplotlib() -> None:
     pytest.importorskip("matplotlib", reason="matplotlib, which draws the figures, is not installed")
 
 
-def run(folder: Path, name: str, *options: str, **environment: str) -> str:
-    """What an example prints, in a process of its own that begins in `folder` and takes warnings for errors."""
+def run(folder: Path, name: str, *options: str, processes: int = 0, **environment: str) -> str:
+    """What an example prints, in a process of its own that begins in `folder` and takes warnings for errors; or in
+    several processes."""
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     result = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name), *options],
+        [sys.executable, *(several if processes else ["-W", "error"]), str(EXAMPLES / name), *options],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", **environment},
         capture_output=True,
@@ -164,6 +166,20 @@ def test_if_one_head_fails(tmp_path) -> None:
     assert most < least
     numbers(f"random: +{removed}", out)
     assert_picture(tmp_path / "if_one_head_fails.png", 1200, 675)
+
+
+@pytest.mark.parametrize(
+    "processes, options",
+    [(2, ()), (2, ("--method", "heads")), (4, ("--method", "both")), (2, ("--method", "alltoall"))],
+)
+def test_distributed(tmp_path, processes, options) -> None:
+    out = run(tmp_path, "distributed.py", "--steps", "3", *options, processes=processes)
+    assert out.splitlines()[0] == f"{options[-1] if options else 'ring'}, {processes} processes"
+    losses = re.findall(r"^ +(\d) +(\d\.\d+) +(\d\.\d+)$", out, re.MULTILINE)
+    assert [int(step) for step, _, _ in losses] == [0, 2]
+    assert numbers(r"largest difference: (\S+)", out) < (1e-5,)
+    assert len(numbers(r"best induction head: layer (\d) head (\d), score (\S+)", out)) == 3
+    assert numbers(r"its logits differ by (\S+) at most", out) < (1e-4,)
 
 
 def test_without_matplotlib_there_is_no_figure_and_it_is_said(tmp_path) -> None:

@@ -1,4 +1,4 @@
-"""A call in parts, some heads, queries and keys at a time: merged by their log-sum-exp they are the whole; gradients too."""
+"""A call in parts, some heads, queries and keys at a time: merged by their log-sum-exp they are the whole."""
 
 from __future__ import annotations
 

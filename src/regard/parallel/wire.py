@@ -97,8 +97,9 @@ def _count(kind: str, size: int, messages: int = 1) -> None:
 class Ranks:
     """The processes of one mesh dimension, and which of them this one is."""
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str, device: str = "cpu") -> None:
         self.group, self.name = group, name
+        self.device = torch.device(device)  # where what travels must lie
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     @staticmethod
@@ -115,7 +116,7 @@ class Ranks:
             raise bad_value("mesh", expected="one that this process is part of",
                             received=f"ranks {mesh.mesh.flatten().tolist()}, and this is rank {dist.get_rank()}",
                             remedy="run this on the mesh's own ranks alone")  # fmt: skip
-        return Ranks(mesh.get_group(), (mesh.mesh_dim_names or ("mesh",))[0])
+        return Ranks(mesh.get_group(), (mesh.mesh_dim_names or ("mesh",))[0], mesh.device_type)
 
     def __deepcopy__(self, memo: Any) -> Ranks:
         return self
@@ -218,11 +219,6 @@ class Ranks:
                 told = ", ".join(f"{row[name]} on rank {rank}" for rank, row in enumerate(rows))
                 raise bad_value(what, expected=f"the same {name} on every rank of {self.name!r}", received=told)
         return rows
-
-    @property
-    def device(self) -> torch.device:
-        """Where what travels must lie."""
-        return torch.device("cpu" if "gloo" in dist.get_backend(self.group) else "cuda")
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Heads, sequence and both, in models: logits, gradients, training, and beside torch's own DDP, FSDP and checkpoints."""
+"""Models by heads, by sequence and by both: logits, gradients, training; with torch's DDP, FSDP and checkpoints."""
 
 from __future__ import annotations
 
@@ -123,15 +123,22 @@ def loss_of(out: Tensor, text: Tensor) -> Tensor:
     return F.cross_entropy(out.flatten(0, 1), text.flatten(), reduction="sum") / (TEXTS * LONG)
 
 
-def trained(model: nn.Module, steps: int, mesh: DeviceMesh | None = None, *, rows: slice = slice(None),
-            times: float = 1.0, summed: Callable[[Tensor], Tensor] = lambda x: x, balance: bool = True) -> list[float]:  # fmt: skip
+def trained(
+    model: nn.Module,
+    steps: int,
+    mesh: DeviceMesh | None = None,
+    *,
+    rows: slice = slice(None),
+    times: float = 1.0,
+    summed: Callable[[Tensor], Tensor] = lambda x: x,
+) -> list[float]:
     """Losses of the whole, step by step. `rows`: which texts are here; `times`: what the loss is multiplied by."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(steps):
         text, targets = ids(seed=step)[rows], ids(seed=step).roll(-1, 1)[rows]
         if mesh is not None:
-            text, targets = (parallel.shard(x, mesh, balance) for x in (text, targets))
+            text, targets = (parallel.shard(x, mesh, balance=True) for x in (text, targets))
         loss = loss_of(model(text), targets)
         (loss * times).backward()
         optimizer.step()
@@ -159,7 +166,7 @@ def differences(ours: list[float], right: list[float]) -> dict[str, float]:
 
 def training(rank: int, size: int) -> dict[str, Any]:
     """Twenty steps of a small decoder, by all ways that this many processes allow."""
-    name, right = "decoder, rotary, gated", None
+    name = "decoder, rotary, gated"
     right = trained(new(name), 20)
 
     def heads() -> dict[str, float]:
@@ -179,10 +186,14 @@ def training(rank: int, size: int) -> dict[str, Any]:
     ways = {
         2: {"heads": heads, "ring": partial(sequence, "ring"), "alltoall": partial(sequence, "alltoall")},
         3: {"ring": partial(sequence, "ring")},
-        4: {"both, ring": partial(both, "ring"), "both, alltoall": partial(both, "alltoall"),
-            "data and sequence by DDP": partial(ddp, name, right), "heads, and data by FSDP": partial(fsdp_heads, name, right),
-            "data and sequence by FSDP": partial(fsdp_sequence, name, right)},
-    }  # fmt: skip
+        4: {
+            "both, ring": partial(both, "ring"),
+            "both, alltoall": partial(both, "alltoall"),
+            "data and sequence by DDP": partial(ddp, name, right),
+            "heads, and data by FSDP": partial(fsdp_heads, name, right),
+            "data and sequence by FSDP": partial(fsdp_sequence, name, right),
+        },
+    }
     return table(ways[size].items())
 
 
@@ -212,7 +223,7 @@ def fsdp_heads(name: str, right: list[float]) -> dict[str, float]:
 def fsdp_sequence(name: str, right: list[float]) -> dict[str, float]:
     """Texts and tokens over the two dimensions; FSDP over both spreads the weights and averages the gradients."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
-    model = parallel.shard_sequence(new(name), mesh["sequence"], sum_gradients=False)
+    model = parallel.shard_sequence(new(name), mesh["sequence"], balance=True, sum_gradients=False)
     everybody = mesh["data", "sequence"]._flatten("everybody")
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block, mesh=everybody)
@@ -264,6 +275,7 @@ def _spread(model: nn.Module) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # (on one process, which is what is meant)
 def test_a_checkpoint_of_four_processes_loads_on_two_and_on_one(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     together.run(saved, 4, folder)

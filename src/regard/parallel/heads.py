@@ -33,8 +33,8 @@ __all__ = ["shard_heads"]
 def shard_heads(module: nn.Module, mesh: DeviceMesh, *, check: bool = True) -> nn.Module:
     """Spread the heads of a layer, or of every layer of a model, over the ranks of a mesh. In place.
 
-    Inputs and outputs are whole on every rank, and the same as on one process, to rounding. Weights must be the same on
-    every rank before (from the same seed, or loaded). Caches, masks and biases per head, dropout, `watch` all work.
+    Inputs and outputs are whole on every rank, and the same as on one process, to rounding. All ranks get the weights
+    of the first. Caches, masks and biases per head, dropout, `watch` all work.
 
     Args:
         module: a `MultiHeadAttention`, an `AttentionBlock`, a model of `regard.models`, or any module with such layers
@@ -53,19 +53,20 @@ def shard_heads(module: nn.Module, mesh: DeviceMesh, *, check: bool = True) -> n
     ranks = Ranks.of(mesh)
     layers, parts = _found(module)
     _check(layers, parts, ranks)
+    ranks.synchronise(module)
     for layer in layers.values():
         if layer.spread is None:
             layer.spread = Sharding()
         layer.spread.heads = Heads(mesh, layer.num_heads, layer.num_kv_heads, check)
-        parallelize_module(layer, mesh, _plan(layer, ranks))
+        parallelize_module(layer, mesh, _plan(layer, ranks), src_data_rank=None)
         for owner, name, axis in ((layer, "sinks", 0), (layer.position_encoding, "weight", 1)):
-            if isinstance(owner, (MultiHeadAttention, RelativeBias)) and isinstance(
-                owner._parameters.get(name), Tensor
-            ):
+            parameter = owner._parameters.get(name) if isinstance(owner, (MultiHeadAttention, RelativeBias)) else None
+            if parameter is not None and not isinstance(parameter, DTensor):  # (layers may share a bias)
                 _distribute(owner, name, mesh, Shard(axis))
     for part in parts.values():
         plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        parallelize_module(part, mesh, plan if part.gate is None else {**plan, "gate": ColwiseParallel()})
+        plan |= {} if part.gate is None else {"gate": ColwiseParallel()}
+        parallelize_module(part, mesh, plan, src_data_rank=None)
         part.register_forward_pre_hook(partial(_entering, mesh))
     for block in module.modules():
         if isinstance(block, AttentionBlock) and block.dropout.p:

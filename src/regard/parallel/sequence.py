@@ -27,7 +27,7 @@ def shard_sequence(
     sum_gradients: bool = True,
 ) -> nn.Module:
     """From now on a layer, or every layer of a model, is given one rank's part of the sequence, and attends to all of
-    it. In place; the weights stay whole on every rank, and must be the same.
+    it. In place; the weights stay whole on every rank, and all get those of the first.
 
     Give it `parallel.shard(x, mesh)`; it returns this rank's part of the output, and `parallel.gather` makes the whole.
     All else that is said of tokens (masks, biases, positions) is said of the whole sequence, as on one process.
@@ -61,6 +61,7 @@ def shard_sequence(
         if method == "alltoall" and here % ranks.size:
             raise bad_value(f"{name}: heads", expected=f"a multiple of the {ranks.size} ranks of {ranks.name!r}",
                             received=here, remedy='method="ring", which takes any number')  # fmt: skip
+    ranks.synchronise(module)
     for layer in layers.values():
         if layer.spread is None:
             layer.spread = Sharding()

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.errors import bad_type, bad_value
@@ -149,6 +150,20 @@ class Ranks:
             with self._told("sum"):
                 dist.all_reduce(x, group=self.group)
         return x
+
+    def synchronise(self, module: nn.Module) -> None:
+        """Give every process the parameters and buffers of the first, where they have the same names and shapes."""
+        tensors = {name: x.detach() for name, x in (*module.named_parameters(), *module.named_buffers())}
+        tensors = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tensors.items()}
+        said = [(name, tuple(x.shape), str(x.dtype)) for name, x in tensors.items()]
+        what = "names, shapes and dtypes of parameters"
+        self.agreed("module", (what,), lambda: {what: digest(said)})
+        for x in tensors.values():
+            if self.size > 1 and x.device.type != "meta":
+                whole = x.contiguous()
+                with self._told("weights"):
+                    dist.broadcast(whole, group=self.group, group_src=0)
+                x.copy_(whole)
 
     def exchanged(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
         """Part i goes to process i; what comes from process i has `sizes[i]` numbers. All of one axis."""

@@ -1,0 +1,276 @@
+"""What is wrong is told on every rank, in words, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from distributed import together
+from distributed.compare import TOKENS, WIDTH, layer, normal, shaken
+from distributed.variants import Own
+from regard import KVCache, parallel
+from regard.masks import Causal, Padding, Window
+from regard.models.config import ModelConfig
+from regard.models.decoder import Decoder
+from regard.parallel import alltoall, ring
+
+SIZE = 3
+WAYS = ("ring", "alltoall", "heads")
+Spread = Callable[[nn.Module], nn.Module]
+
+
+def said(action: Callable[[], Any]) -> str:
+    """The error of an action, in its words; "" where there is none."""
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def spread(module: nn.Module, mesh: DeviceMesh, way: str, **options: Any) -> nn.Module:
+    """Over a mesh, in one of three ways."""
+    if way == "heads":
+        return parallel.shard_heads(module, mesh)
+    return parallel.shard_sequence(module, mesh, way, **options)  # type: ignore[arg-type]
+
+
+def refusals(rank: int) -> dict[str, str]:
+    """What each case says. After each of them the ranks go on together."""
+    mesh = init_device_mesh("cpu", (SIZE,), mesh_dim_names=("ranks",))
+    plane = init_device_mesh("cpu", (SIZE, 1), mesh_dim_names=("ranks", "others"))
+    pair = DeviceMesh("cpu", [0, 1], mesh_dim_names=("pair",))
+    told: dict[str, str] = {}
+    for way in WAYS:
+        told[f"{way}: two dimensions"] = said(lambda: spread(layer(), plane, way))  # noqa: B023
+        told[f"{way}: not a mesh"] = said(lambda: spread(layer(), dist.group.WORLD, way))  # type: ignore[arg-type]  # noqa: B023
+        told[f"{way}: not in it"] = said(lambda: spread(layer(), pair, way))  # noqa: B023
+        told[f"{way}: no layers"] = said(lambda: spread(nn.Linear(3, 3), mesh, way))  # noqa: B023
+        told[f"{way}: twice"] = said(lambda: spread(spread(layer(), mesh, way), mesh, way))  # noqa: B023
+        for name, action in _calls(rank, mesh, way).items():
+            told[f"{way}: {name}"] = said(action)
+    for way in ("heads", "alltoall"):
+        told[f"{way}: heads that do not divide"] = _untouched(mesh, way)
+    told["heads: inner width that does not divide"] = _untouched_model(mesh)
+    told |= {name: said(action) for name, action in _of_sequences(rank, mesh).items()}
+    return told
+
+
+def _calls(rank: int, mesh: DeviceMesh, way: str) -> dict[str, Callable[[], Any]]:
+    """Calls of a layer in which rank 1 does something else."""
+    odd = rank == 1
+
+    def call(x: Tensor | None = None, key: Tensor | None = None, *, dtype: Any = torch.float64, dropout: float = 0.0,
+             grad: bool = True, **options: Any) -> Any:  # fmt: skip
+        module = spread(layer(dropout=dropout).to(dtype).train(), mesh, way)
+        x = normal(2, 7, WIDTH).to(dtype) if x is None else x
+        with torch.set_grad_enabled(grad):
+            return module(x, key, **options)
+
+    return {
+        "batch": lambda: call(normal(3 if odd else 2, 7, WIDTH)),
+        "dtype": lambda: call(dtype=torch.float32 if odd else torch.float64),
+        "mask": lambda: call(mask=Window(3) if odd else Causal()),
+        "no mask": lambda: call(mask=None if odd else Causal()),
+        "lengths": lambda: call(mask=Padding(lengths=torch.tensor([3, 5 + odd]))),
+        "bias": lambda: call(bias=None if odd or (way != "heads" and rank == 2) else torch.zeros(7, 7)),
+        "dropout": lambda: call(dropout=0.2 if odd else 0.1),
+        "cross": lambda: call(key=normal(2, 7, WIDTH, seed=1) if odd else None),
+        "gradient": lambda: call(grad=not odd),
+        "width": lambda: call(normal(2, 7, WIDTH + odd)),
+        "not a tensor": lambda: call(mask=torch.ones(7, 7) if odd else torch.ones(7, 7) > 0),
+        "fine": lambda: call(),
+    }
+
+
+def _untouched(mesh: DeviceMesh, way: str) -> str:
+    """Where heads do not divide, no weight is touched, not even those of a layer before."""
+    module = nn.ModuleDict({"first": layer(), "second": layer(num_heads=7)})
+    before = {name: x.clone() for name, x in module.state_dict().items()}
+    words = said(lambda: spread(module, mesh, way))
+    for name, parameter in module.named_parameters():
+        assert not isinstance(parameter, DTensor), name
+        assert torch.equal(parameter, before[name]), name
+    assert module["first"](normal(2, 7, WIDTH)).shape == (2, 7, WIDTH)
+    return words
+
+
+def _untouched_model(mesh: DeviceMesh) -> str:
+    model = Decoder(ModelConfig(layers=1, embed_dim=24, num_heads=12, vocabulary=5, inner=31, context=7, causal=True))
+    words = said(lambda: parallel.shard_heads(model, mesh))
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return words
+
+
+def _of_sequences(rank: int, mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
+    odd = rank == 1
+    x = normal(2, TOKENS, WIDTH)
+
+    def new(**options: Any) -> nn.Module:
+        return parallel.shard_sequence(layer(), mesh, **options)
+
+    def part(balance: bool = False) -> Tensor:
+        return parallel.shard(x, mesh, balance)
+
+    def by_fsdp() -> None:
+        fully_shard(module := new(), mesh=mesh)
+        module(part())
+
+    def ids(model: nn.Module, **options: Any) -> Any:
+        return parallel.shard_sequence(model, mesh)(
+            parallel.shard(torch.ones(2, 7, dtype=torch.int64), mesh), **options
+        )
+
+    config = ModelConfig(layers=1, embed_dim=24, num_heads=12, vocabulary=5, inner=31, context=7, causal=True)
+    # (the first that is balanced: from here on a part must tell)
+    return {
+        "gather: balanced on one": lambda: parallel.gather(part(odd), mesh),
+        "gather: shape": lambda: parallel.gather(part()[:, :, : WIDTH - odd], mesh, False),
+        "gather: not a tensor": lambda: parallel.gather(part().tolist() if odd else part(), mesh),
+        "shard: no axis": lambda: parallel.shard(torch.tensor(1.0), mesh),
+        "layer: balanced on one": lambda: new()(part(odd)),
+        "layer: said otherwise": lambda: new(balance=False)(part(True)),
+        "layer: not as balanced parts are": lambda: new(balance=True)(part()[:, : 3 + rank].clone()),
+        "layer: not said": lambda: parallel.shard_sequence(shaken(Own()), mesh)(part(True)),
+        "gather: not said": lambda: parallel.gather(part(True) + 1, mesh),
+        "layer: cache": lambda: new()(part(), mask=Causal(), cache=KVCache()),
+        "layer: positions": lambda: new()(part(), positions=torch.arange(TOKENS - 1)),
+        "layer: method": lambda: new(method="rings"),
+        "layer: balance": lambda: new(balance="yes"),
+        "layer: FSDP": by_fsdp,
+        "model: cache": lambda: ids(model := Decoder(config), cache=model.new_cache()),
+        "model: keep": lambda: ids(Decoder(config), keep=torch.ones(2, 6 if odd else 7) > 0),
+    }
+
+
+ONE, OTHERS = "rank 1", "all others"
+DISAGREE = r"^ValueError: attention: expected the same {} on every rank of 'ranks', received .* on rank 0, .* on rank 1"
+WORDS: dict[str, str | dict[str, str]] = {
+    "two dimensions": r"^ValueError: mesh: expected one dimension, received 2: \('ranks', 'others'\).*name one of them",
+    "not a mesh": r"^TypeError: mesh: expected a torch DeviceMesh, received .*init_device_mesh",
+    "no layers": r"^ValueError: module: expected a regard.MultiHeadAttention, or a model with some in it.*Linear",
+    "twice": r"^ValueError: layer: expected a layer whose (heads are|sequence is) not spread yet, received one that is",
+    "batch": DISAGREE.format("batch"),
+    "dtype": DISAGREE.format("dtype"),
+    "mask": DISAGREE.format("mask and bias.*"),
+    "no mask": DISAGREE.format("mask and bias.*"),
+    "lengths": DISAGREE.format("mask and bias.*"),
+    "bias": DISAGREE.format("mask and bias.*"),
+    "dropout": DISAGREE.format("dropout"),
+    "cross": DISAGREE.format("self attention"),
+    "gradient": DISAGREE.format("gradient"),
+    "width": {
+        ONE: rf"^ValueError: query: expected shape \(B, length, {WIDTH}\).*received \(2, 7, {WIDTH + 1}\)",
+        OTHERS: r"^ValueError: attention: expected all ranks to go on, received rank 1 raised ValueError: query: expected",
+    },
+    "not a tensor": {
+        ONE: r"^TypeError: mask: expected a boolean",
+        OTHERS: r"^ValueError: attention: expected .*(rank 1 raised TypeError: mask: expected a boolean|the same mask)",
+    },
+    "heads that do not divide": r"^ValueError: second: heads: expected a multiple of the 3 ranks of 'ranks', received 7",
+    "inner width that does not divide": r"^ValueError: blocks.0.mlp: inner width: expected a multiple of the 3 ranks",
+    "gather: balanced on one": r"^ValueError: gather: expected the same balance on every rank of 'ranks'",
+    "gather: shape": r"^ValueError: gather: expected the same shape on every rank of 'ranks'",
+    "gather: not a tensor": {
+        ONE: r"^TypeError: y: expected a tensor, received list",
+        OTHERS: r"^ValueError: gather: expected all ranks to go on, received rank 1 raised TypeError: y: expected",
+    },
+    "shard: no axis": r"^ValueError: x: expected \(B, N, ...\) or \(N,\)",
+    "layer: balanced on one": DISAGREE.format("balance of queries"),
+    "layer: said otherwise": r"^ValueError: balance: expected False, as was said, received query.*balance=True",
+    "layer: not as balanced parts are": r"^ValueError: balance: expected parts as parallel.shard.* of lengths \(4, 4, 4\), "
+    r"received \(3, 4, 5\)",
+    "layer: not said": r"^ValueError: balance: expected to know whether query is a part of a balanced.*say balance=True",
+    "gather: not said": r"^ValueError: balance: expected to know whether y is a part of a balanced.*say balance=True",
+    "layer: cache": r"^ValueError: cache: expected none where the sequence is spread over ranks.*shard_heads",
+    "layer: positions": r"^ValueError: positions: expected those of all 29 tokens, or .* \(10, 10, 9\), received .*28",
+    "layer: method": r"""^ValueError: method: expected "ring" or "alltoall", received 'rings'""",
+    "layer: balance": r"^TypeError: balance: expected True, False or None, received 'yes'",
+    "layer: FSDP": r"^ValueError: shard_sequence: expected sum_gradients=False under FSDP.*received sum_gradients=True",
+    "model: cache": r"^ValueError: cache: expected none where the text is spread over ranks.*shard_heads",
+    "model: keep": r"^ValueError: keep: expected one flag for each of all 7 tokens.* \(3, 2, 2\), received .*7, 6, 7",
+    "fine": "^$",
+}  # fmt: skip
+
+
+def test_every_rank_says_what_is_wrong() -> None:
+    start = time.monotonic()
+    results = together.run(refusals, SIZE, timeout=40.0)
+    assert time.monotonic() - start < 40.0  # nobody waited for the others until the end
+    wrong = []
+    for rank, told in enumerate(results):
+        assert len(told) > 60
+        for case, words in told.items():
+            if case.endswith("not in it"):
+                expected = "^$" if rank < 2 else r"^ValueError: mesh: expected one that this process is part of.*rank 2"
+            else:
+                name = case if case in WORDS else case.partition(": ")[2]
+                either = WORDS[name]
+                expected = either if isinstance(either, str) else either[ONE if rank == 1 else OTHERS]
+            if not re.search(expected, words, re.DOTALL):
+                wrong.append(f"rank {rank}, {case}: expected {expected!r}, said {words[:300]!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+# A rank that dies
+
+TIMEOUT = 10.0
+
+
+def dying(rank: int, method: str, when: str, how: str) -> None:
+    """Rank 1 dies in the middle of an attention; each of the others must find out in time."""
+    mesh = init_device_mesh("cpu", (SIZE,), mesh_dim_names=("sequence",))
+    module = parallel.shard_sequence(layer(), mesh, method)  # type: ignore[arg-type]
+    x = parallel.shard(normal(2, TOKENS, WIDTH), mesh)
+    module(x).sum().backward()  # all is well
+
+    def die(*_: Any) -> None:
+        if how == "exit":
+            os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        if method == "alltoall":
+            alltoall.to_tokens = die  # type: ignore[assignment]
+        elif when == "forward":
+            ring._merge = die
+        else:
+            ring._add_gradients = die
+    start = time.monotonic()
+    try:
+        module(x, mask=Causal() | ~Causal()).sum().backward()
+    except ConnectionError:
+        late = time.monotonic() - start - TIMEOUT
+        assert late < 5.0, f"it took {late:.1f} s longer than the timeout"
+        raise
+
+
+@pytest.mark.parametrize(
+    "method, when, how", [("ring", "forward", "exit"), ("ring", "backward", "kill"), ("alltoall", "forward", "kill")]
+)
+def test_a_rank_that_dies_is_an_error_on_all_others(method: str, when: str, how: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(together.Failed) as caught:
+        together.run(dying, SIZE, method, when, how, timeout=TIMEOUT)
+    assert time.monotonic() - start < 60.0  # starting included
+    words = caught.value.errors
+    assert set(words) == {0, 1, 2}
+    for rank in (0, 2):
+        expected = r"^ConnectionError: (send|receive|exchange|gather|sum): expected an answer from the other ranks of 'sequence', "
+        expected += (
+            rf"received none by rank {rank} of 3 \(sequence\): .*remedy: look for the first error among the ranks"
+        )
+        assert re.search(expected, words[rank]), words[rank]
+    assert words[1] == "it died without a word"

@@ -10,6 +10,7 @@ and v_proj stay whole on every rank, each takes the heads that it needs, and gra
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -54,24 +55,34 @@ def shard_heads(module: nn.Module, mesh: DeviceMesh, *, check: bool = True) -> n
     layers, parts = _found(module)
     _check(layers, parts, ranks)
     ranks.synchronise(module)
+    with warnings.catch_warnings():  # that random numbers of DTensors are not supported on CPUs: none are drawn
+        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support", UserWarning)
+        _spread(layers, parts, mesh, check)
+    for block in module.modules():
+        if isinstance(block, AttentionBlock) and block.dropout.p:
+            block.dropout.register_forward_pre_hook(_SameNumbers(ranks), with_kwargs=True)
+    return module
+
+
+def _spread(
+    layers: dict[str, MultiHeadAttention], parts: dict[str, FeedForward], mesh: DeviceMesh, check: bool
+) -> None:
+    ranks = Ranks.of(mesh)
     for layer in layers.values():
         if layer.spread is None:
             layer.spread = Sharding()
         layer.spread.heads = Heads(mesh, layer.num_heads, layer.num_kv_heads, check)
         parallelize_module(layer, mesh, _plan(layer, ranks), src_data_rank=None)
-        for owner, name, axis in ((layer, "sinks", 0), (layer.position_encoding, "weight", 1)):
-            parameter = owner._parameters.get(name) if isinstance(owner, (MultiHeadAttention, RelativeBias)) else None
-            if parameter is not None and not isinstance(parameter, DTensor):  # (layers may share a bias)
-                _distribute(owner, name, mesh, Shard(axis))
+        if layer.sinks is not None:
+            _distribute(layer, "sinks", mesh, Shard(0))
+        bias = layer.position_encoding
+        if isinstance(bias, RelativeBias) and not isinstance(bias.weight, DTensor):  # (layers may share one)
+            _distribute(bias, "weight", mesh, Shard(1))
     for part in parts.values():
         plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         plan |= {} if part.gate is None else {"gate": ColwiseParallel()}
         parallelize_module(part, mesh, plan, src_data_rank=None)
         part.register_forward_pre_hook(partial(_entering, mesh))
-    for block in module.modules():
-        if isinstance(block, AttentionBlock) and block.dropout.p:
-            block.dropout.register_forward_pre_hook(_SameNumbers(ranks), with_kwargs=True)
-    return module
 
 
 def _found(module: nn.Module) -> tuple[dict[str, MultiHeadAttention], dict[str, FeedForward]]:

@@ -140,7 +140,7 @@ class Ranks:
             return out.copy_(x[None])
         _count("gather", x.nbytes * (self.size - 1), self.size - 1)
         with self._told("gather"):
-            dist.all_gather_into_tensor(out.view(-1), x.contiguous().view(-1), group=self.group)
+            _gather(out.view(-1), x.contiguous().view(-1), group=self.group)
         return out
 
     def summed(self, x: Tensor) -> Tensor:
@@ -247,6 +247,10 @@ class Ranks:
                 "remedy: look for the first error among the ranks (one died, raised, or is cut off); where one is only "
                 "slow, a longer init_process_group(timeout=...)"
             ) from error
+
+
+# torch gave it another name; the older one warns
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def digest(*facts: object) -> int:

@@ -1,11 +1,12 @@
-"""Which way over how many devices? By calculation: the cost model of `regard.parallel.cost`, carried to a million tokens.
+"""Which way over how many devices? By calculation: `regard.parallel.cost`, carried to a million tokens.
 
     python benchmarks/scaling.py [--efficiency 0.5] [--probe] [--json FILE]
 
 One attention layer, forward and backward, B = 1, causal, bfloat16: attention between the projections, and of heads the
 sums around it. Nothing here was measured on the devices named: their published peaks are taken, and for attention a
-share of the peak (--efficiency). A ring within a host of 8 has the links of the host; as soon as hosts take part, all
-that a device sends is taken to go over the slower links between hosts. One message is taken to cost 10 us.
+share of the peak (--efficiency). Within a host of 8 the links are the host's; as soon as hosts take part, all that a
+device sends is taken to go over the slower links between hosts. A message is taken to cost 10 us, one after the other.
+Left out: gathering weights (FSDP, where the sequence is spread), summing their gradients, the handshake.
 
     heads            heads over all devices          ring          the sequence over all, balanced
     alltoall         tokens traded for heads         heads x ring  heads within a host of 8, a ring over hosts
@@ -21,7 +22,7 @@ import os
 import socket
 import statistics
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import torch
 from side_by_side import save, table
@@ -33,6 +34,7 @@ from regard.parallel.cost import METHODS, Device, Sizes, cost, seconds, why_not
 HOST = 8  # devices
 TOKENS = [2**i for i in range(13, 21)]
 DEVICES = [2**i for i in range(1, 11)]
+SHOWN = (2**15, 2**20)  # lengths of which each way is shown
 LAYERS = {
     "8B-like: 32 heads, 8 kv heads of 128, width 4,096": Sizes(0, 32, 8, 128, 4096),
     "70B-like: 64 heads, 8 kv heads of 128, width 8,192": Sizes(0, 64, 8, 128, 8192),
@@ -84,12 +86,11 @@ def times(sizes: Sizes, devices: int, machine: Machine, efficiency: float) -> di
 
 
 def memory(way: str, sizes: Sizes, devices: int) -> int:
-    """Bytes that a device keeps of one layer for the backward pass (input, q, k, v, output), and blocks on their way."""
-    hosts = devices // HOST if way == "heads x ring" else devices
-    n, split = (sizes.tokens, devices) if way == "heads" else (sizes.tokens // hosts, 1)
-    split = HOST if way == "heads x ring" else split
-    q, kv = sizes.heads / split, max(1.0, sizes.kv_heads / split)
-    kept = n * (sizes.width + 2 * (q + kv) * sizes.head_dim) * sizes.number
+    """Bytes that a device keeps of one layer for the backward pass (input, q, k, v, output); blocks on their way."""
+    over, by = {"ring": (devices, 1), "heads x ring": (devices // HOST, HOST)}.get(way, (1, devices))
+    n, q, kv = sizes.tokens // over, sizes.heads / by, max(1.0, sizes.kv_heads / by)
+    own = sizes.tokens // devices if way == "alltoall" else n  # tokens of the input
+    kept = (own * sizes.width + n * 2 * (q + kv) * sizes.head_dim) * sizes.number
     blocks = 2 * n * kv * 2 * sizes.head_dim * (sizes.number + sizes.sum) if "ring" in way else 0  # with gradients
     return int(sizes.batch * (kept + blocks))
 
@@ -111,31 +112,34 @@ def waits(sizes: Sizes, flops: float, latency: float) -> float:
 
 
 def show(machine: Machine, name: str, layer: Sizes, efficiency: float) -> list[dict[str, object]]:
-    rows, shown, held = [], [], []
+    """Tables of one layer on one machine."""
+    rows, best, each = [], [], []
     for n in TOKENS:
-        sizes, cells, kept = replace(layer, tokens=n), [], []
+        sizes = replace(layer, tokens=n)
         alone = seconds(cost("ring", sizes, 1), machine.device(1, efficiency))
-        for devices in DEVICES:
-            found = times(sizes, devices, machine, efficiency)
-            best = min(found, key=lambda way: found[way])
-            cells.append(f"{SHORT[best]} {alone / devices / found[best]:.0%}")
-            kept.append(f"{memory(best, sizes, devices) / 2**20:,.0f}")
-            rows.append({"machine": machine.name, "layer": name, "tokens": n, "devices": devices, "fastest": best,
-                         "alone": alone, "seconds": found,
-                         "memory": {way: memory(way, sizes, devices) for way in found}})  # fmt: skip
-        shown.append([f"{n:,}", f"{alone * 1e3:,.1f} ms", *cells])
-        held.append([f"{n:,}", *kept])
-    print(f"\n{machine.name}\n{name}\n\nthe fastest, and how much of the time it computes\n")
-    print(table(["tokens", "one device", *(f"{d:,}" for d in DEVICES)], shown))
-    print("\nMB that a device keeps of the layer then\n")
-    print(table(["tokens", *(f"{d:,}" for d in DEVICES)], held))
+        found = {devices: times(sizes, devices, machine, efficiency) for devices in DEVICES}
+        first = {devices: min(ways, key=lambda way: ways[way]) for devices, ways in found.items()}
+        best.append([f"{n:,}", f"{alone:,.3f} s",
+                     *(f"{SHORT[way]} {alone / d / found[d][way]:.0%}" for d, way in first.items())])  # fmt: skip
+        for way in SHORT if n in SHOWN else ():
+            each.append([f"{n:,} {way}", *("-" if way not in ways else f"{alone / d / ways[way]:.0%}, "
+                         f"{memory(way, sizes, d) / 2**20:,.0f} MB" for d, ways in found.items())])  # fmt: skip
+        rows += [{"machine": machine.name, "layer": name, "tokens": n, "devices": d, "fastest": first[d],
+                  "alone": alone, "seconds": ways, "memory": {way: memory(way, sizes, d) for way in ways}}
+                 for d, ways in found.items()]  # fmt: skip
+    names = [f"{devices:,}" for devices in DEVICES]
+    print(f"\n{machine.name}\n{name}\n\nthe fastest over so many devices, and how much of the time it computes\n")
+    print(table(["tokens", "one device", *names], best))
+    print("\neach: how much of the time it computes, and what a device keeps of the layer\n")
+    print(table(["tokens", *names], each))
+    flops = machine.flops * efficiency
     print(f"\nheads and alltoall stop at {layer.heads} devices, which have one head each.")
     for words, link in (("within a host", machine.inside), ("between hosts", machine.between)):
-        forward, backward = enough(layer, machine.flops * efficiency, link)
-        print(f"ring {words}: computes for as long as it sends from {forward:,.0f} tokens of a device on forward, "
-              f"{backward:,.0f} backward: {2**20:,} tokens over up to {2**20 / max(forward, backward):,.0f}.")  # fmt: skip
-    print(f"A message ({machine.latency * 1e6:.0f} us) is longer than the computing below "
-          f"{waits(layer, machine.flops * efficiency, machine.latency):,.0f} tokens of a device.")  # fmt: skip
+        forward, backward = enough(layer, flops, link)
+        print(f"ring {words}: computes for as long as it sends from {forward:,.0f} tokens of a device on, backward "
+              f"from {backward:,.0f} on: a million over up to {2**20 / max(forward, backward):,.0f}.")  # fmt: skip
+    print(f"A message ({machine.latency * 1e6:.0f} us) is longer than computing a block of fewer than "
+          f"{waits(layer, flops, machine.latency):,.0f} tokens.")  # fmt: skip
     return rows
 
 
@@ -184,9 +188,8 @@ def main() -> None:
     parser.add_argument("--probe", action="store_true", help="measure this machine, too")
     parser.add_argument("--json", help="where the numbers go")
     options = parser.parse_args()
-    print(
-        f"By calculation; attention at {options.efficiency:.0%} of the peak. {', '.join(f'{s} {w}' for w, s in SHORT.items())}"
-    )
+    words = ", ".join(f"{short} {way}" for way, short in SHORT.items())
+    print(f"By calculation; attention at {options.efficiency:.0%} of the peak. {words}")
     rows: list[dict[str, object]] = []
     for machine in MACHINES:
         for name, layer in LAYERS.items():

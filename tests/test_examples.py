@@ -27,10 +27,11 @@ def matplotlib() -> None:
 
 def run(folder: Path, name: str, *options: str, processes: int = 0, **environment: str) -> str:
     """What an example prints, in a process of its own that begins in `folder` and takes warnings for errors; or in
-    several processes."""
-    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    several such processes."""
+    several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "--no-python"]
     result = subprocess.run(
-        [sys.executable, *(several if processes else ["-W", "error"]), str(EXAMPLES / name), *options],
+        [*([sys.executable, *several] if processes else []), sys.executable, "-W", "error", str(EXAMPLES / name)]
+        + list(options),
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8", **environment},
         capture_output=True,

@@ -81,7 +81,8 @@ def _calls(rank: int, mesh: DeviceMesh, way: str) -> dict[str, Callable[[], Any]
 
     return {
         "batch": lambda: call(normal(3 if odd else 2, 7, WIDTH)),
-        "dtype": lambda: call(dtype=torch.float32 if odd else torch.float64),
+        "parameters": lambda: call(dtype=torch.float32 if odd else torch.float64),
+        "dtype": lambda: call(normal(2, 7, WIDTH).to(torch.float32 if odd else torch.float64)),
         "mask": lambda: call(mask=Window(3) if odd else Causal()),
         "no mask": lambda: call(mask=None if odd else Causal()),
         "lengths": lambda: call(mask=Padding(lengths=torch.tensor([3, 5 + odd]))),
@@ -90,7 +91,8 @@ def _calls(rank: int, mesh: DeviceMesh, way: str) -> dict[str, Callable[[], Any]
         "cross": lambda: call(key=normal(2, 7, WIDTH, seed=1) if odd else None),
         "gradient": lambda: call(grad=not odd),
         "width": lambda: call(normal(2, 7, WIDTH + odd)),
-        "not a tensor": lambda: call(mask=torch.ones(7, 7) if odd else torch.ones(7, 7) > 0),
+        "mask of numbers": lambda: call(mask=torch.ones(7, 7) if odd else torch.ones(7, 7) > 0),
+        "mask of numbers everywhere": lambda: call(mask=torch.ones(7, 7)),
         "fine": lambda: call(),
     }
 
@@ -163,7 +165,11 @@ WORDS: dict[str, str | dict[str, str]] = {
     "no layers": r"^ValueError: module: expected a regard.MultiHeadAttention, or a model with some in it.*Linear",
     "twice": r"^ValueError: layer: expected a layer whose (heads are|sequence is) not spread yet, received one that is",
     "batch": DISAGREE.format("batch"),
-    "dtype": DISAGREE.format("dtype"),
+    "parameters": r"^ValueError: module: expected the same names, shapes and dtypes of parameters on every rank",
+    "dtype": {
+        ONE: r"^TypeError: query: expected torch.float64, as the layer's weights, received torch.float32",
+        OTHERS: r"^ValueError: attention: expected all ranks to go on, received rank 1 raised TypeError: query",
+    },
     "mask": DISAGREE.format("mask and bias.*"),
     "no mask": DISAGREE.format("mask and bias.*"),
     "lengths": DISAGREE.format("mask and bias.*"),
@@ -173,13 +179,11 @@ WORDS: dict[str, str | dict[str, str]] = {
     "gradient": DISAGREE.format("gradient"),
     "width": {
         ONE: rf"^ValueError: query: expected shape \(B, length, {WIDTH}\).*received \(2, 7, {WIDTH + 1}\)",
-        OTHERS: r"^ValueError: attention: expected all ranks to go on, received rank 1 raised ValueError: query: expected",
+        OTHERS: r"^ValueError: attention: expected all ranks to go on, received rank 1 raised ValueError: query",
     },
-    "not a tensor": {
-        ONE: r"^TypeError: mask: expected a boolean",
-        OTHERS: r"^ValueError: attention: expected .*(rank 1 raised TypeError: mask: expected a boolean|the same mask)",
-    },
-    "heads that do not divide": r"^ValueError: second: heads: expected a multiple of the 3 ranks of 'ranks', received 7",
+    "mask of numbers": DISAGREE.format("mask and bias.*"),
+    "mask of numbers everywhere": r"^TypeError: mask: expected a boolean",
+    "heads that do not divide": r"^ValueError: second: heads: expected a multiple of the 3 ranks of 'ranks', .* 7",
     "inner width that does not divide": r"^ValueError: blocks.0.mlp: inner width: expected a multiple of the 3 ranks",
     "gather: balanced on one": r"^ValueError: gather: expected the same balance on every rank of 'ranks'",
     "gather: shape": r"^ValueError: gather: expected the same shape on every rank of 'ranks'",
@@ -190,9 +194,8 @@ WORDS: dict[str, str | dict[str, str]] = {
     "shard: no axis": r"^ValueError: x: expected \(B, N, ...\) or \(N,\)",
     "layer: balanced on one": DISAGREE.format("balance of queries"),
     "layer: said otherwise": r"^ValueError: balance: expected False, as was said, received query.*balance=True",
-    "layer: not as balanced parts are": r"^ValueError: balance: expected parts as parallel.shard.* of lengths \(4, 4, 4\), "
-    r"received \(3, 4, 5\)",
-    "layer: not said": r"^ValueError: balance: expected to know whether query is a part of a balanced.*say balance=True",
+    "layer: not as balanced parts are": r"^ValueError: balance: expected parts as .*\(4, 4, 4\), received \(3, 4, 5\)",
+    "layer: not said": r"^ValueError: balance: expected to know whether query is a part of a.*say balance=True",
     "gather: not said": r"^ValueError: balance: expected to know whether y is a part of a balanced.*say balance=True",
     "layer: cache": r"^ValueError: cache: expected none where the sequence is spread over ranks.*shard_heads",
     "layer: positions": r"^ValueError: positions: expected those of all 29 tokens, or .* \(10, 10, 9\), received .*28",
@@ -268,9 +271,7 @@ def test_a_rank_that_dies_is_an_error_on_all_others(method: str, when: str, how:
     words = caught.value.errors
     assert set(words) == {0, 1, 2}
     for rank in (0, 2):
-        expected = r"^ConnectionError: (send|receive|exchange|gather|sum): expected an answer from the other ranks of 'sequence', "
-        expected += (
-            rf"received none by rank {rank} of 3 \(sequence\): .*remedy: look for the first error among the ranks"
-        )
+        expected = r"^ConnectionError: (send|receive|exchange|gather|sum): expected an answer from the other ranks of "
+        expected += rf"'sequence', received none by rank {rank} of 3 \(sequence\): .*remedy: look for the first error"
         assert re.search(expected, words[rank]), words[rank]
     assert words[1] == "it died without a word"

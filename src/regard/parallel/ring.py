@@ -74,6 +74,16 @@ def route(needed: list[list[bool]]) -> Route:
     return Route(tuple(right), tuple(left))
 
 
+class Meeting(NamedTuple):
+    """A run of queries and a run of keys: where they lie in q and in the block, where in the whole, and the call."""
+
+    own: slice
+    theirs: slice
+    rows: slice
+    cols: slice
+    call: Call
+
+
 @dataclass(frozen=True)
 class Plan:
     """One ring: whose turn it is, and when."""
@@ -100,18 +110,17 @@ class Plan:
         owner = (self.ranks.rank - way * step) % self.ranks.size
         return owner if self.route.far(way)[owner] >= step else None
 
-    def sub_calls(self, q: Tensor, block: Tensor, owner: int) -> Iterator[tuple[slice, slice, Call]]:
-        """What is to be computed of a rank's block: for each run of queries and of keys that see each other, where
-        they are in q and in the block, and the call."""
+    def meetings(self, q: Tensor, block: Tensor, owner: int) -> Iterator[Meeting]:
+        """What is to be computed of a rank's block: the runs of queries here and of its keys that see each other."""
         k, v = self.opened(block, owner)
-        call, heads = self.whole.call, slice(0, q.shape[1])
-        q_at, k_at = _places(self.whole.queries, self.ranks.rank), _places(self.whole.keys, owner)
-        for a, rows, own in q_at:
-            for b, cols, theirs in k_at:
+        seen_by_all = replace(self.whole, call=replace(self.whole.call, mask=None))
+        for a, rows, own in _places(self.whole.queries, self.ranks.rank):
+            for b, cols, theirs in _places(self.whole.keys, owner):
                 if self.some[a][b]:
-                    whole = replace(self.whole, call=replace(call, mask=None)) if self.every[a][b] else self.whole
-                    part = whole.part(q[:, :, own], k[:, :, theirs], v[:, :, theirs], heads, rows, cols)
-                    yield own, theirs, replace(part, sinks=None)
+                    whole = seen_by_all if self.every[a][b] else self.whole
+                    parts = q[:, :, own], k[:, :, theirs], v[:, :, theirs]
+                    call = whole.part(*parts, slice(0, q.shape[1]), rows, cols)
+                    yield Meeting(own, theirs, rows, cols, replace(call, sinks=None))
 
     def opened(self, block: Tensor, owner: int) -> tuple[Tensor, Tensor]:
         """A block as keys (B, G, m, D) and values (B, G, m, E)."""
@@ -204,12 +213,13 @@ def _forward(plan: Plan, q: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
     total = out.zero_() if out.dtype is dtype else torch.zeros_like(out, dtype=dtype)
     for blocks in plan.travel(own):
         for owner, _, block in blocks:
-            for rows, _, part in plan.sub_calls(q, block, owner):
-                _merge(total[:, :, rows], lse[:, :, rows], *choose(plan.kernel, part).forward(part))
+            for one in plan.meetings(q, block, owner):
+                found = choose(plan.kernel, one.call).forward(one.call)
+                _merge(total[:, :, one.own], lse[:, :, one.own], *found)
     if call.sinks is not None:  # once, where all keys have been seen
         sinks = call.sinks[:, :, None].to(dtype)
         with_sinks = torch.logaddexp(lse, sinks)
-        total.mul_((lse - with_sinks).exp_()[..., None])
+        total.mul_((lse - with_sinks).exp_().nan_to_num_(0.0)[..., None])  # (neither a key nor a sink: 0)
         lse = with_sinks
     return (total if total is out else out.copy_(total)), lse
 
@@ -278,18 +288,15 @@ def _add_gradients(
     d_k, d_v = plan.opened(d_block, owner)
     heads = slice(0, q.shape[1])
     wanted = [True, True, True, *(d is not None for d in d_biases)]
-    places = {(own.start, theirs.start): (rows, cols) for _, rows, own in _places(plan.whole.queries, plan.ranks.rank)
-              for _, cols, theirs in _places(plan.whole.keys, owner)}  # fmt: skip
-    for own, theirs, part in plan.sub_calls(q, block, owner):
-        chosen = choose(plan.kernel, part)
-        made = chosen.backward(part, out[:, :, own], lse[:, :, own], d_out[:, :, own], wanted)
-        for into, more in zip((d_q[:, :, own], d_k[:, :, theirs], d_v[:, :, theirs]), made[:3], strict=True):
-            into.add_(more)
-        rows, cols = places[own.start, theirs.start]
-        more = iter(made[3:])
+    for own, theirs, rows, cols, call in plan.meetings(q, block, owner):
+        chosen = choose(plan.kernel, call)
+        d_qkv = d_q[:, :, own], d_k[:, :, theirs], d_v[:, :, theirs]
+        made = iter(chosen.backward(call, out[:, :, own], lse[:, :, own], d_out[:, :, own], wanted))
+        for into in d_qkv:
+            into.add_(next(made))
         for bias, into in zip(plan.whole.call.biases, d_biases, strict=True):
             if into is not None:
-                into[bias.where(heads, rows, cols)].add_(next(more))
+                into[bias.where(heads, rows, cols)].add_(next(made))
 
 
 def _send_on(

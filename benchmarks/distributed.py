@@ -48,7 +48,7 @@ def one_rank(rank: int, ranks: int, store: str, method: str, tokens: int, heads:
     own = tokens if method == "heads" else parallel.Tokens.of(tokens, ranks, balance).lengths[rank]
 
     def step(n: int) -> parallel.Traffic:
-        x = torch.randn(1, n, width)
+        x = torch.randn(1, n, width, requires_grad=True)
         with parallel.counting() as sent:
             layer(x, mask=masks.Causal()).square().sum().backward()
         return sent

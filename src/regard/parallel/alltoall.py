@@ -10,8 +10,10 @@ D head width of q and k, E head width of v, P ranks.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -46,28 +48,40 @@ def kv_heads_of(own: slice, heads: int, groups: int) -> list[int]:
 
 
 class _Exchange(torch.autograd.Function):
-    """Part i to rank i; the gradients go back."""
+    """Several tensors to each rank, in one message to each; the gradients go back the same way."""
 
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, sizes: list[int], *parts: Tensor) -> tuple[Tensor, ...]:
-        ctx.ranks, ctx.sizes = ranks, [part.numel() for part in parts]
-        return tuple(part.clone() for part in ranks.exchanged(list(parts), sizes))
+    def forward(ctx: Any, ranks: Ranks, going: Shapes, coming: Shapes, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.ranks, ctx.going, ctx.coming = ranks, going, coming
+        return _exchanged(ranks, going, coming, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        made = ctx.ranks.exchanged([grad.contiguous() for grad in grads], ctx.sizes)
-        return None, None, *made
+        return None, None, None, *_exchanged(ctx.ranks, ctx.coming, ctx.going, grads)
 
 
-def _exchanged(ranks: Ranks, parts: list[list[Tensor]], shapes: list[list[tuple[int, ...]]]) -> list[list[Tensor]]:
-    """Several tensors to each rank, in one message; and those that come, of these shapes."""
-    sizes = [[torch.Size(shape).numel() for shape in some] for some in shapes]
-    flat = [torch.cat([x.reshape(-1) for x in some]) for some in parts]
-    came = _Exchange.apply(ranks, [sum(some) for some in sizes], *flat)
-    return [
-        [x.view(shape) for x, shape in zip(message.split(counts), some, strict=True)]
-        for message, counts, some in zip(came, sizes, shapes, strict=True)  # type: ignore[arg-type]
-    ]
+Shapes: TypeAlias = list[list[tuple[int, ...]]]  # of what goes to, or comes from, each rank
+
+
+def _exchanged(ranks: Ranks, going: Shapes, coming: Shapes, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Tensors of the shapes that go, rank after rank; gives those that come."""
+    sent, came = (tensors[0].new_empty(sum(_counts(shapes))) for shapes in (going, coming))
+    for place, tensor in zip(_opened(sent, going), tensors, strict=True):
+        place.copy_(tensor)
+    ranks.exchange(sent, _counts(going), came, _counts(coming))
+    return tuple(_opened(came, coming))
+
+
+def _counts(shapes: Shapes) -> list[int]:
+    """Numbers of each rank's message."""
+    return [sum(math.prod(shape) for shape in some) for some in shapes]
+
+
+def _opened(flat: Tensor, shapes: Shapes) -> Iterator[Tensor]:
+    """Messages of all ranks as the tensors that they hold."""
+    every = [shape for some in shapes for shape in some]
+    for piece, shape in zip(flat.split([math.prod(shape) for shape in every]), every, strict=True):
+        yield piece.view(shape)
 
 
 def to_heads(
@@ -79,15 +93,14 @@ def to_heads(
     own = heads_of(heads, ranks.size)
     theirs = [kv_heads_of(some, heads, groups) for some in own]
     h, g = own[ranks.rank].stop - own[ranks.rank].start, len(theirs[ranks.rank])
-    parts = [[q[:, some], k[:, kv], v[:, kv]] for some, kv in zip(own, theirs, strict=True)]
-    shapes = [
+    parts = [x for some, kv in zip(own, theirs, strict=True) for x in (q[:, some], k[:, kv], v[:, kv])]
+    going = [[tuple(x.shape) for x in parts[i : i + 3]] for i in range(0, len(parts), 3)]
+    coming: Shapes = [
         [(batch, h, n, d), (batch, g, m, d), (batch, g, m, e)]
         for n, m in zip(queries.lengths, keys.lengths, strict=True)
     ]
-    came = _exchanged(ranks, parts, shapes)
-    q, k, v = (
-        tokens.whole([some[i] for some in came], 2) for i, tokens in enumerate((queries, keys, keys))
-    )  # by tokens, in the order of the whole
+    came = _Exchange.apply(ranks, going, coming, *parts)
+    q, k, v = (tokens.whole(came[i::3], 2) for i, tokens in enumerate((queries, keys, keys)))  # type: ignore[index]
     return q, k, v
 
 
@@ -95,9 +108,10 @@ def to_tokens(ranks: Ranks, queries: Tokens, heads: int, out: Tensor) -> Tensor:
     """From all tokens of this rank's heads, (B, h, N, E), to this rank's tokens of all heads, (B, H, n, E)."""
     batch, _, _, e = out.shape
     own, n = heads_of(heads, ranks.size), queries.lengths[ranks.rank]
-    parts = [[queries.part(out, rank, 2)] for rank in range(ranks.size)]
-    shapes = [[(batch, some.stop - some.start, n, e)] for some in own]
-    return torch.cat([some[0] for some in _exchanged(ranks, parts, shapes)], 1)
+    parts = [queries.part(out, rank, 2) for rank in range(ranks.size)]
+    coming: Shapes = [[(batch, some.stop - some.start, n, e)] for some in own]
+    came = _Exchange.apply(ranks, [[tuple(part.shape)] for part in parts], coming, *parts)
+    return torch.cat(came, 1)  # type: ignore[arg-type]
 
 
 def attend(whole: Whole, ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:

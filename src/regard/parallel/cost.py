@@ -31,6 +31,7 @@ class Sizes:
     value_dim: int | None = None  # E, D by default
     number: int = 2  # bytes of a number: 2 for bfloat16, 4 for float32
     causal: bool = True
+    balanced: bool = True  # whether a ring's ranks have tokens from the head and the tail, or neighbours
 
     @property
     def e(self) -> int:
@@ -86,6 +87,8 @@ def cost(way: Way, sizes: Sizes, ranks: int) -> Cost:
     if way == "ring":
         block = s.batch * s.kv_heads * most * (s.head_dim + s.e)
         steps = p - 1
+        if s.causal and not s.balanced:  # the last rank sees all that the others see, and more
+            flops = (flops[0] * (2 * p - 1) / p, flops[1] * (2 * p - 1) / p)
         return Cost(flops, (steps * block * s.number, steps * block * (s.number + s.sum)), (steps, 2 * steps), True)
     own = heads_of(s.heads, p)
     h = own[0].stop - own[0].start

@@ -83,6 +83,7 @@ def _spread(
         plan |= {} if part.gate is None else {"gate": ColwiseParallel()}
         parallelize_module(part, mesh, plan, src_data_rank=None)
         part.register_forward_pre_hook(partial(_entering, mesh))
+        part.register_forward_hook(partial(_leaving, ranks))
 
 
 def _found(module: nn.Module) -> tuple[dict[str, MultiHeadAttention], dict[str, FeedForward]]:
@@ -149,6 +150,11 @@ def _entering(mesh: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> t
     """The input of several projections as one replicated DTensor: its gradients are summed over the ranks once."""
     x = inputs[0]
     return (x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False), *inputs[1:])
+
+
+def _leaving(ranks: Ranks, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
+    """The sum over the ranks, as soon as it is there: an error of the network shows here."""
+    return ranks.wait(out)
 
 
 class _SomeHeads(ParallelStyle):

@@ -268,7 +268,9 @@ class Spread:
         return Stand(self.keys.numbers(self.sharding.sequence.ranks.rank, device), self.keys.total)
 
     def marked(self, out: Tensor) -> Tensor:
-        """The layer's output is a part, as its input was."""
+        """The layer's output: the sum over the ranks of their heads; a part, where its input was one."""
+        if self.sharding.heads is not None:
+            out = self.sharding.heads.ranks.wait(out)
         return out if self.queries is None else mark(out, self.queries.balanced)
 
     def entered(self, *inputs: Tensor) -> list[Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.tensor import DTensor
@@ -165,17 +166,14 @@ class Ranks:
                     dist.broadcast(whole, group=self.group, group_src=0)
                 x.copy_(whole)
 
-    def exchanged(self, parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        """Part i goes to process i; what comes from process i has `sizes[i]` numbers. All of one axis."""
+    def exchange(self, sent: Tensor, sizes: list[int], came: Tensor, their_sizes: list[int]) -> None:
+        """Cut along `sizes`, the first piece goes to the first process, and so on; `came` is filled in the same way."""
         if self.size == 1:
-            return parts
-        out = parts[0].new_empty(sum(sizes))
-        others = sum(part.nbytes for i, part in enumerate(parts) if i != self.rank)
-        _count("exchange", others, self.size - 1)
+            came.copy_(sent)
+            return
+        _count("exchange", (sent.numel() - sizes[self.rank]) * sent.element_size(), self.size - 1)
         with self._told("exchange"):
-            counts = [part.numel() for part in parts]
-            dist.all_to_all_single(out, torch.cat(parts), sizes, counts, group=self.group)
-        return list(out.split(sizes))
+            dist.all_to_all_single(came, sent, their_sizes, sizes, group=self.group)
 
     def post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], *, channel: int = 0
@@ -234,6 +232,13 @@ class Ranks:
                 told = ", ".join(f"{row[name]} on rank {rank}" for rank, row in enumerate(rows))
                 raise bad_value(what, expected=f"the same {name} on every rank of {self.name!r}", received=told)
         return rows
+
+    def wait(self, x: Tensor) -> Tensor:
+        """What DTensor computes with others, as soon as it is there."""
+        if isinstance(x, AsyncCollectiveTensor):
+            with self._told("sum"):
+                x.wait()  # (what it returns has no gradient)
+        return x
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from regard.kernels import available
 
 ROOT = Path(__file__).parent.parent
@@ -38,10 +40,14 @@ def test_its_links_lead_somewhere() -> None:
         assert (README.parent / target).exists(), target
 
 
-def test_the_block_for_several_processes_runs_in_two(tmp_path) -> None:
-    (block,) = [text for language, text in BLOCK.findall(README.read_text(encoding="utf-8")) if "torchrun" in language]
-    (tmp_path / "block.py").write_text(block + "\ndist.destroy_process_group()\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "block.py"]
+@pytest.mark.parametrize("page, processes", [("README.md", 2), ("docs/scaling.md", 4)])
+def test_the_blocks_for_several_processes_run(page: str, processes: int, tmp_path: Path) -> None:
+    blocks = BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
+    program = "\n".join(text for language, text in blocks if language == "python torchrun")
+    if "destroy_process_group" not in program:
+        program += "\ndist.barrier()\ndist.destroy_process_group()\n"
+    (tmp_path / "program.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

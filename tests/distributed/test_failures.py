@@ -126,6 +126,9 @@ def _of_sequences(rank: int, mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
     def part(balance: bool = False) -> Tensor:
         return parallel.shard(x, mesh, balance)
 
+    def twelve(balance: bool) -> Tensor:
+        return parallel.shard(x[:, :12], mesh, balance)  # (4 on each rank, balanced or not)
+
     def by_fsdp() -> None:
         fully_shard(module := new(), mesh=mesh)
         module(part())
@@ -143,6 +146,7 @@ def _of_sequences(rank: int, mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
         "gather: not a tensor": lambda: parallel.gather(part().tolist() if odd else part(), mesh),
         "shard: no axis": lambda: parallel.shard(torch.tensor(1.0), mesh),
         "layer: balanced on one": lambda: new()(part(odd)),
+        "layer: values otherwise than keys": lambda: new()(part(), twelve(True), twelve(False)),
         "layer: said otherwise": lambda: new(balance=False)(part(True)),
         "layer: not as balanced parts are": lambda: new(balance=True)(part()[:, : 3 + rank].clone()),
         "layer: not said": lambda: parallel.shard_sequence(shaken(Own()), mesh)(part(True)),
@@ -193,6 +197,7 @@ WORDS: dict[str, str | dict[str, str]] = {
     },
     "shard: no axis": r"^ValueError: x: expected \(B, N, ...\) or \(N,\)",
     "layer: balanced on one": DISAGREE.format("balance of queries"),
+    "layer: values otherwise than keys": r"^ValueError: .*balance.*",
     "layer: said otherwise": r"^ValueError: balance: expected False, as was said, received query.*balance=True",
     "layer: not as balanced parts are": r"^ValueError: balance: expected parts as .*\(4, 4, 4\), received \(3, 4, 5\)",
     "layer: not said": r"^ValueError: balance: expected to know whether query is a part of a.*say balance=True",

@@ -18,7 +18,8 @@ import tempfile
 from datetime import timedelta
 from pathlib import Path
 
-HEAD_DIM = 64
+HEAD_DIM = 32
+EXACT = {"MALLOC_MMAP_THRESHOLD_": "262144"}  # glibc gives memory back at once, whatever the size of a tensor
 
 
 def memory(field: str) -> int:
@@ -107,7 +108,7 @@ def run(method: str, ranks: int, options: argparse.Namespace) -> list[dict]:
             subprocess.Popen(
                 [sys.executable, __file__, "--tokens", str(options.tokens), "--heads", str(options.heads), "--one",
                  str(rank), str(ranks), f"{folder}/store", method, balance, f"{folder}/{rank}.json"],
-                env={**os.environ, "OMP_NUM_THREADS": threads, "PYTHONWARNINGS": "ignore"},
+                env={**os.environ, "OMP_NUM_THREADS": threads, "PYTHONWARNINGS": "ignore", **EXACT},
             )
             for rank in range(ranks)
         ]  # fmt: skip

@@ -234,13 +234,14 @@ class MultiHeadAttention(nn.Module):
         if cache is not None and not isinstance(cache, (KVCache, RollingCache)):
             raise bad_type("cache", expected="a KVCache or a RollingCache", received=type(cache).__name__)
         if query.dim() == 2:
-            value = None if value is None or value is key else value[None]
-            key = None if key is None or key is query else key[None]
+            value = None if value is None or value is key else self.like(value[None], value)
+            key = None if key is None or key is query else self.like(key[None], key)
             same: dict[str, Any] = {"mask": mask, "bias": bias, "positions": positions, "cache": cache}
+            one = self.like(query[None], query)
             if need_weights:
-                out, weights = self.forward(query[None], key, value, **same, need_weights=True)
-                return out[0], weights[0]
-            return self.forward(query[None], key, value, **same)[0]
+                out, weights = self.forward(one, key, value, **same, need_weights=True)
+                return self.like(out[0], query), weights[0]
+            return self.like(self.forward(one, key, value, **same)[0], query)
         key = query if key is None else key
         value = key if value is None else value
         dropout = self.dropout if self.training else 0.0
@@ -249,7 +250,7 @@ class MultiHeadAttention(nn.Module):
             self._check_inputs(query, key, value)
         else:
             check = partial(self._check_inputs, query, key, value)
-            spread = self.spread(query, key, check, mask, bias, positions, cache, dropout)
+            spread = self.spread(query, key, value, check, mask, bias, positions, cache, dropout)
             entered: list[Tensor] = spread.entered(query, key, value)
             query, key, value = entered
 

@@ -88,10 +88,11 @@ class Decoder(TextModel):
         if self.spread is None:
             self._check_ids(ids, keep)
         if ids.dim() == 1:
-            x = self.hidden(ids[None], keep=None if keep is None else keep[None], cache=cache, states=states)
+            one = ids[None] if self.spread is None else self.spread.like(ids[None], ids)
+            x = self.hidden(one, keep=None if keep is None else keep[None], cache=cache, states=states)
             if states is not None:
                 states[:] = [state[0] for state in states]
-            return x[0]
+            return x[0] if self.spread is None else self.spread.like(x[0], x)
         text = None
         if self.spread is not None:  # these are some tokens of a text, and `keep` is the whole's
             text = self.spread.text(ids, keep, partial(self._check_ids, ids, keep), cache)

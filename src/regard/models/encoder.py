@@ -67,10 +67,11 @@ class Encoder(TextModel):
             self._check_ids(ids, keep)
         if ids.dim() == 1:
             one = [None if x is None else x[None] for x in (keep, token_types)]
-            x = self(ids[None], keep=one[0], token_types=one[1], states=states)
+            alone = ids[None] if self.spread is None else self.spread.like(ids[None], ids)
+            x = self(alone, keep=one[0], token_types=one[1], states=states)
             if states is not None:
                 states[:] = [state[0] for state in states]
-            return x[0]
+            return x[0] if self.spread is None else self.spread.like(x[0], x)
         text = None
         if self.spread is not None:  # these are some tokens of a text, and `keep` is the whole's
             text = self.spread.text(ids, keep, partial(self._check_ids, ids, keep))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -79,6 +79,7 @@ class Sharding:
         self,
         query: Tensor,
         key: Tensor,
+        value: Tensor,
         check: Callable[[], None],
         mask: Any,
         bias: Any,
@@ -94,6 +95,10 @@ class Sharding:
             if cache is not None and self.sequence is not None:
                 raise bad_value("cache", expected="none where the sequence is spread over ranks", received="a cache",
                                 remedy="spread the heads instead: parallel.shard_heads")  # fmt: skip
+            of_queries = self._balance("query", query)
+            of_keys = of_queries if key is query else self._balance("key", key)
+            if value is not key and self._balance("value", value) is not of_keys:
+                raise bad_value("value", expected=f"balance={of_keys}, as the key's", received=f"balance={not of_keys}")
             return {
                 "batch": query.shape[0],
                 "width": query.shape[-1],
@@ -108,8 +113,8 @@ class Sharding:
                 "queries": query.shape[1],
                 "keys": key.shape[1],
                 "positions": 0 if positions is None else positions.shape[-1],
-                "balance of queries": self._balance("query", query),
-                "balance of keys": self._balance("query" if key is query else "key", key),
+                "balance of queries": of_queries,
+                "balance of keys": of_keys,
             }
 
         rows: list[dict[str, int]] = []
@@ -314,7 +319,7 @@ class Spread:
             return attention_weights(q, k, **options)
         assert self.queries is not None and self.keys is not None
         whole = self._whole(q, k, k, None, **options)
-        k = self.keys.whole(parts_of(k, sequence.ranks, self.keys, 2), 2)
+        k = cast("Tensor", _AllKeys.apply(k, sequence.ranks, self.keys))
         rows = []
         at = 0
         for run in self.queries.runs[sequence.ranks.rank]:
@@ -407,6 +412,19 @@ class Spread:
         return {"mask": mask, "bias": bias, "sinks": sinks, **options}
 
 
+class _AllKeys(torch.autograd.Function):
+    """The keys (B, G, M, D) of all ranks; each rank looks at them all, so their gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, ranks: Ranks, keys: Tokens) -> Tensor:
+        ctx.ranks, ctx.keys = ranks, keys
+        return keys.whole(parts_of(k, ranks, keys, 2), 2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.keys.part(ctx.ranks.summed(grads[0].clone()), ctx.ranks.rank, 2).clone(), None, None
+
+
 def _full(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
@@ -435,27 +453,30 @@ def _bias_of_heads(bias: Bias, heads: Heads) -> Bias:
     if isinstance(weight, DTensor):
         return bias.with_weight(weight.to_local())
     axis = 1 if isinstance(bias, DenseBias) else weight.dim() - 1
-    if weight.shape[axis] != heads.total or (heads.total == 1):
-        return bias
-    part = _OwnHeads.apply(weight, heads, axis)
-    return bias.with_weight(part)  # type: ignore[arg-type]
+    if not weight.requires_grad:
+        return bias if weight.shape[axis] != heads.total else bias.with_weight(_narrow(weight, axis, heads.own))
+    return bias.with_weight(cast("Tensor", _OwnHeads.apply(weight, heads, axis)))
+
+
+def _narrow(x: Tensor, axis: int, which: slice) -> Tensor:
+    return x.narrow(axis, which.start, which.stop - which.start)
 
 
 class _OwnHeads(torch.autograd.Function):
-    """A part of something that every rank has whole; its gradient is whole again, on every rank."""
+    """The part for the heads here of something that every rank has whole (or all of it, where it is one for all heads);
+    its gradient is whole again, on every rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, heads: Heads, axis: int) -> Tensor:
-        ctx.heads, ctx.axis, ctx.shape = heads, axis, x.shape
-        own = heads.own
-        return x.narrow(axis, own.start, own.stop - own.start).clone()
+        own = heads.own if x.shape[axis] == heads.total else slice(0, x.shape[axis])
+        ctx.ranks, ctx.axis, ctx.own, ctx.shape = heads.ranks, axis, own, x.shape
+        return _narrow(x, axis, own).clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        own = ctx.heads.own
         total = grads[0].new_zeros(ctx.shape)
-        total.narrow(ctx.axis, own.start, own.stop - own.start).copy_(grads[0])
-        return ctx.heads.ranks.summed(total), None, None
+        _narrow(total, ctx.axis, ctx.own).copy_(grads[0])
+        return ctx.ranks.summed(total), None, None
 
 
 @dataclass(frozen=True)

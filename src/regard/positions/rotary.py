@@ -234,7 +234,7 @@ class DynamicNTK(Scaling):
         if length is None:
             return 1 / periods
         if isinstance(length, Tensor):
-            length = length.clamp(min=self.trained_length)
+            length = length.clamp(min=self.trained_length).to(periods.dtype)  # (of integers it would be float32)
         else:
             length = max(length, self.trained_length)
         width = 2 * len(periods)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -245,22 +246,18 @@ def _backward(
     of_biases = wanted[len(wanted) - len(weights) :]
     d_biases = [torch.zeros_like(w, dtype=dtype) if want else None for w, want in zip(weights, of_biases, strict=True)]
     mine = plan.new_block(ranks.rank, dtype).zero_()  # the gradient of this rank's own keys and values
-    behind: dict[int, Tensor] = {}  # what earlier ranks added to that of the blocks that are here; still on its way
+    behind = _Behind({}, lambda: None)
     came_home: list[Tensor] = []
-    wait = None
     for step, blocks in enumerate(plan.travel(own)):
         added: dict[int, Tensor] = {}
         for owner, way, block in blocks:
-            added[way] = mine if step == 0 else plan.new_block(owner, dtype).zero_()
-            _add_gradients(plan, q, block, owner, out, lse, d_out, d_q, added[way], d_biases)
-        if wait is not None:
-            wait()
-        for way, before in behind.items():
-            added[way].add_(before)
+            into = partial(_gradient_of, plan, owner, mine if step == 0 else None, behind, way, added)
+            _add_gradients(plan, q, block, owner, out, lse, d_out, d_q, into, d_biases)
+            into()  # (also where nothing was added)
+        behind.wait()
         if step:
-            behind, wait = _send_on(plan, step, added, came_home)
-    if wait is not None:
-        wait()
+            behind = _send_on(plan, step, added, came_home)
+    behind.wait()
     for block in came_home:
         mine.add_(block)
     made: list[Tensor | None] = [d_q.to(q.dtype), *(x.to(q.dtype) for x in plan.opened(mine, ranks.rank))]
@@ -272,6 +269,26 @@ def _backward(
     return [grad if want else None for grad, want in zip(made, wanted, strict=True)]
 
 
+class _Behind(NamedTuple):
+    """What earlier ranks added to the gradients of the blocks that come next, by their way; and what waits for it."""
+
+    blocks: dict[int, Tensor]
+    wait: Callable[[], None]
+
+
+def _gradient_of(
+    plan: Plan, owner: int, mine: Tensor | None, behind: _Behind, way: int, added: dict[int, Tensor]
+) -> Tensor:
+    """Where the gradient of a block is summed up: this rank's own, what comes behind the block, or a new one. It is
+    asked for as late as can be, so that it may be on its way while the first of it is computed here."""
+    if way not in added:
+        if mine is None and way in behind.blocks:
+            behind.wait()
+            mine = behind.blocks.pop(way)
+        added[way] = plan.new_block(owner, plan.whole.call.dtype).zero_() if mine is None else mine
+    return added[way]
+
+
 def _add_gradients(
     plan: Plan,
     q: Tensor,
@@ -281,27 +298,24 @@ def _add_gradients(
     lse: Tensor,
     d_out: Tensor,
     d_q: Tensor,
-    d_block: Tensor,
+    into: Callable[[], Tensor],
     d_biases: list[Tensor | None],
 ) -> None:
     """What a block of keys gives to the gradients of the queries here, of the block and of the biases."""
-    d_k, d_v = plan.opened(d_block, owner)
     heads = slice(0, q.shape[1])
     wanted = [True, True, True, *(d is not None for d in d_biases)]
     for own, theirs, rows, cols, call in plan.meetings(q, block, owner):
-        chosen = choose(plan.kernel, call)
-        d_qkv = d_q[:, :, own], d_k[:, :, theirs], d_v[:, :, theirs]
-        made = iter(chosen.backward(call, out[:, :, own], lse[:, :, own], d_out[:, :, own], wanted))
-        for into in d_qkv:
-            into.add_(next(made))
-        for bias, into in zip(plan.whole.call.biases, d_biases, strict=True):
-            if into is not None:
-                into[bias.where(heads, rows, cols)].add_(next(made))
+        found = out[:, :, own], lse[:, :, own], d_out[:, :, own]
+        made = iter(choose(plan.kernel, call).backward(call, *found, wanted))
+        d_q[:, :, own].add_(next(made))
+        for d in plan.opened(into(), owner):
+            d[:, :, theirs].add_(next(made))
+        for bias, d in zip(plan.whole.call.biases, d_biases, strict=True):
+            if d is not None:
+                d[bias.where(heads, rows, cols)].add_(next(made))
 
 
-def _send_on(
-    plan: Plan, step: int, added: dict[int, Tensor], came_home: list[Tensor]
-) -> tuple[dict[int, Tensor], Callable[[], None]]:
+def _send_on(plan: Plan, step: int, added: dict[int, Tensor], came_home: list[Tensor]) -> _Behind:
     """After a step: the gradients of the blocks that were here follow them, or go home where nobody further needs
     them. All ranks do so at once; gives what comes from the neighbours."""
     ranks, size, dtype = plan.ranks, plan.ranks.size, plan.whole.call.dtype
@@ -321,7 +335,7 @@ def _send_on(
             home = plan.new_block(ranks.rank, dtype)
             receives.append(((ranks.rank + way * step) % size, home))
             came_home.append(home)
-    return behind, ranks.post(sends, receives, channel=1)
+    return _Behind(behind, ranks.post(sends, receives, channel=1))
 
 
 def attend(whole: Whole, ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:

@@ -197,8 +197,8 @@ class Ranks:
 
         def wait() -> None:
             with self._told("receive"):
-                for work in works:
-                    work.wait()
+                while works:  # (gloo would wait a second time for ever)
+                    works.pop(0).wait()
 
         return wait
 

@@ -47,9 +47,9 @@ def each(rank: int, size: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("heads",))
     rows: list[Row] = []
     for cases, step in (
-        (LAYERS, {2: 1, 3: 2, 4: 2}),
-        (MASKS, {2: 1, 3: 3, 4: 3}),
-        (BENEATH | RANDOM, {2: 2, 3: 5, 4: 5}),
+        (LAYERS, {2: 1, 3: 2, 4: 4}),
+        (MASKS, {2: 1, 3: 3, 4: 6}),
+        (BENEATH | RANDOM, {2: 2, 3: 5, 4: 10}),
     ):
         for number, (name, case) in enumerate(cases.items()):
             if (number + size) % step[size] == 0 and case.batch != 0:  # (DTensor refuses an empty batch)

@@ -45,11 +45,11 @@ Row = tuple[str, Callable[[], dict[str, float]]]
 def each(rank: int, size: int) -> dict[str, Any]:
     """All cases, one after the other. (Those that say nothing of balance come before any sequence is balanced.)
 
-    Each is done in some of the four ways by two processes, in the others by three, and in one by four.
+    Each is done in some of the four ways by two processes, in the others by three; every other one in one way by four.
     """
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("sequence",))
     rows: list[Row] = []
-    steps = {2: (2, 2, 4, 4), 3: (2, 4, 8, 8), 4: (4, 4, 8, 12)}[size]  # one way of so many
+    steps = {2: (2, 2, 4, 4), 3: (2, 4, 12, 12), 4: (8, 8, 12, 24)}[size]  # one way of so many
     for way, (balance, method) in enumerate(product((False, True), METHODS)):
         where = f"{method}, {'balanced' if balance else 'contiguous'}"
         for cases, step in zip((LAYERS, MASKS, BENEATH, RANDOM), steps, strict=True):

@@ -162,6 +162,6 @@ def unchecked(mesh: DeviceMesh) -> dict[str, float]:
     return within(1e-12, apart(found(out, None, module, inputs), alone(case)))
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_heads_over_processes_give_what_one_process_gives(size: int) -> None:
-    report(together.run(each, size, size), least=65)
+@pytest.mark.parametrize("size, cases", [(2, 100), (3, 65), (4, 45)])
+def test_heads_over_processes_give_what_one_process_gives(size: int, cases: int) -> None:
+    report(together.run(each, size, size), least=cases)

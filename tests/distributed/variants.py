@@ -48,6 +48,7 @@ def masks(tokens: int = TOKENS, keys: int = TOKENS, heads: int = HEADS, batch: i
         "pairs of each head": Keep(flags(batch, heads, tokens, keys)),
         "pairs of each head, for all": Keep(flags(1, heads, tokens, keys)),
         "keys of each head": Keep(flags(1, heads, 1, keys)),
+        "some heads see, with padding": Keep(flags(1, heads, 1, 1)) & Padding(keep=flags(batch, keys)),
         "plain tensor": flags(batch, tokens, keys),
         "hide": Hide(flags(batch, 1, tokens, keys)),
         "not a window": ~Window(before=3, after=3),

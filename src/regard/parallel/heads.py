@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from regard.errors import bad_type, bad_value
 from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.models.parts import FeedForward
-from regard.parallel.alltoall import kv_heads_of
+from regard.parallel.alltoall import heads_of, kv_heads_of
 from regard.parallel.spread import Heads, Sharding
 from regard.parallel.wire import Ranks
 from regard.positions import RelativeBias
@@ -129,7 +129,7 @@ def _check_linears(owner: str, linears: dict[str, nn.Module]) -> None:
 def _plan(layer: MultiHeadAttention, ranks: Ranks) -> dict[str, ParallelStyle]:
     plan: dict[str, ParallelStyle] = {"q_proj": ColwiseParallel(), "out_proj": RowwiseParallel()}
     heads, groups, size = layer.num_heads, layer.num_kv_heads, ranks.size
-    own = slice(ranks.rank * heads // size, (ranks.rank + 1) * heads // size)
+    own = heads_of(heads, size)[ranks.rank]
     for name, width in (("k_proj", layer.head_dim), ("v_proj", layer.value_head_dim)):
         plan[name] = ColwiseParallel() if groups % size == 0 else _SomeHeads(kv_heads_of(own, heads, groups), width)
     for name in ("q_norm", "k_norm"):

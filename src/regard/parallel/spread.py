@@ -21,9 +21,9 @@ from regard.attention import attention_weights, prepare
 from regard.errors import bad_value
 from regard.kernels import Call
 from regard.kernels.dropout import new_seed
-from regard.masks import Tile, as_mask, whole
+from regard.masks import Mask, as_mask
 from regard.parallel import alltoall, ring
-from regard.parallel.alltoall import kv_heads_of
+from regard.parallel.alltoall import heads_of, kv_heads_of
 from regard.parallel.tokens import Tokens, balance_of, mark, parts_of
 from regard.parallel.whole import Drop, Whole, describe
 from regard.parallel.wire import Ranks, digest
@@ -53,10 +53,14 @@ class Heads:
         return self
 
     @property
+    def each(self) -> list[slice]:
+        """Those of each rank."""
+        return heads_of(self.total, self.ranks.size)
+
+    @property
     def own(self) -> slice:
         """Those of this rank."""
-        count = self.total // self.ranks.size
-        return slice(self.ranks.rank * count, (self.ranks.rank + 1) * count)
+        return self.each[self.ranks.rank]
 
 
 @dataclass(frozen=True)
@@ -300,7 +304,7 @@ class Spread:
         with torch.autocast(device, enabled=False):
             drop = self._drop(q, dropout)
             sequence = self.sharding.sequence
-            options = self._of_heads(q, **options)
+            options = self._of_heads(q, k, **options)
             if sequence is None:
                 call = prepare(q, k, v, **options)
                 if drop is not None:
@@ -313,7 +317,7 @@ class Spread:
 
     def weights(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
         """The weights of this rank's queries: (B, h, n, M), h the heads here."""
-        options = self._of_heads(q, **options)
+        options = self._of_heads(q, k, **options)
         sequence = self.sharding.sequence
         if sequence is None:
             return attention_weights(q, k, **options)
@@ -333,7 +337,7 @@ class Spread:
 
     def seen(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Call, Gathered]:
         """All tokens of some heads, as one call; and how to put together what each rank finds of its heads."""
-        options = self._of_heads(q, **options)
+        options = self._of_heads(q, k, **options)
         sequence, heads = self.sharding.sequence, q.shape[1]
         groups: list[tuple[Ranks, list[slice], int]] = []
         if sequence is None:
@@ -342,16 +346,14 @@ class Spread:
             assert self.queries is not None and self.keys is not None
             ranks = sequence.ranks
             whole = self._whole(q, k, v, None, **options)
-            own = alltoall.heads_of(heads, ranks.size)
+            own = heads_of(heads, ranks.size)
             q, k, v = alltoall.to_heads(ranks, self.queries, self.keys, q, k, v)
             every = (slice(0, self.queries.total), slice(0, self.keys.total))
             call = whole.part(q, k, v, own[ranks.rank], *every)
             groups.append((ranks, own, heads))
         if self.sharding.heads is not None:
-            total = self.sharding.heads.total
-            size = self.sharding.heads.ranks.size
-            own = [slice(r * total // size, (r + 1) * total // size) for r in range(size)]
-            groups.append((self.sharding.heads.ranks, own, total))
+            spread = self.sharding.heads
+            groups.append((spread.ranks, spread.each, spread.total))
         return call, Gathered(groups)
 
     def everything(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Call:
@@ -400,16 +402,29 @@ class Spread:
         options = {**options, "positions": self.positions, "key_positions": self.positions if self.own else None}
         return Whole.of(q, k, v, self.queries, self.keys, drop, **options)
 
-    def _of_heads(self, q: Tensor, *, mask: Any, bias: Any, sinks: Tensor | None, **options: Any) -> dict[str, Any]:
+    def _of_heads(
+        self, q: Tensor, k: Tensor, *, mask: Any, bias: Any, sinks: Tensor | None, **options: Any
+    ) -> dict[str, Any]:
         """What is said of all heads, for those that are here."""
         heads = self.sharding.heads
         if heads is not None:
-            if mask is not None:
-                mask = as_mask(mask)
-                mask = mask if mask.shared_by_heads() else _mask_of_heads(mask, heads, q, options)
+            if mask is not None and not as_mask(mask).shared_by_heads():
+                mask = self._mask_of_heads(as_mask(mask), q, k, options)
             bias = tuple(_bias_of_heads(one, heads) for one in as_biases(bias)) or None
             sinks = sinks.to_local() if isinstance(sinks, DTensor) else sinks
         return {"mask": mask, "bias": bias, "sinks": sinks, **options}
+
+    def _mask_of_heads(self, mask: Mask, q: Tensor, k: Tensor, options: dict[str, Any]) -> Mask | None:
+        """A mask that is said of each head, for the heads here and all tokens."""
+        heads = self.sharding.heads
+        assert heads is not None
+        every = q.detach()[:, :1].expand(-1, heads.total, -1, -1)  # (as many heads as the mask is of)
+        if self.queries is not None and self.keys is not None:
+            call = self._whole(every, k[:, :1], k[:, :1], None, mask=mask).call
+        else:
+            place = {name: options[name] for name in ("positions", "key_positions")}
+            call = prepare(every, k.detach()[:, :1], k.detach()[:, :1], mask=mask, **place)
+        return None if call.mask is None else call.mask.part(call.whole(), heads.own, 0)
 
 
 class _AllKeys(torch.autograd.Function):
@@ -431,20 +446,11 @@ def _full(x: Tensor) -> Tensor:
 
 def _of_all_kv_heads(x: Tensor, heads: Heads) -> Tensor:
     """Keys or values (B, G, M, D) of all kv heads, from those that each rank has (some may be on several)."""
-    size = heads.ranks.size
-    count = heads.total // size
-    here = [kv_heads_of(slice(r * count, (r + 1) * count), heads.total, heads.groups) for r in range(size)]
+    here = [kv_heads_of(own, heads.total, heads.groups) for own in heads.each]
     there = Tokens(tuple(map(len, here)), False)
     every = there.whole(parts_of(x, heads.ranks, there, 1), 1)
     numbers = [one for some in here for one in some]
     return every[:, [numbers.index(one) for one in range(heads.groups)]]
-
-
-def _mask_of_heads(mask: Any, heads: Heads, q: Tensor, options: dict[str, Any]) -> Any:
-    n = max((x.shape[2] for x in mask.tensors() if x.dim() == 4), default=1)
-    m = max((x.shape[3] for x in mask.tensors() if x.dim() == 4), default=1)
-    tile: Tile = whole(n if n > 1 else q.shape[2], m, device=q.device)
-    return mask.part(tile, heads.own, 0)
 
 
 def _bias_of_heads(bias: Bias, heads: Heads) -> Bias:

@@ -113,9 +113,8 @@ def rows_of(runs: list[slice]) -> int:
 def _extremes(values: Tensor, runs: list[slice], axis: int) -> tuple[Tensor, Tensor]:
     """Least and greatest of each run along an axis."""
     parts = [values.narrow(axis, run.start, run.stop - run.start) for run in runs]
-    return torch.stack([part.amin(axis) for part in parts], axis), torch.stack(
-        [part.amax(axis) for part in parts], axis
-    )
+    low, high = [part.amin(axis) for part in parts], [part.amax(axis) for part in parts]
+    return torch.stack(low, axis), torch.stack(high, axis)
 
 
 def describe(*things: Any) -> tuple[Any, ...]:

@@ -5,7 +5,9 @@ Letters: P processes of one mesh dimension.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -96,13 +98,25 @@ def _count(kind: str, size: int, messages: int = 1) -> None:
         counter.add(kind, size, messages)
 
 
+@atexit.register
+def _let_threads_finish() -> None:
+    """Where the interpreter ends while a thread of gloo still lets go of a tensor, that thread aborts the process, even
+    after destroy_process_group: torch's own collectives keep the group alive. Sleeping hands such threads the lock they
+    wait for."""
+    if Ranks.met:
+        time.sleep(0.1)
+
+
 class Ranks:
     """The processes of one mesh dimension, and which of them this one is."""
+
+    met = False  # whether this process has been one of several
 
     def __init__(self, group: dist.ProcessGroup, name: str, device: str = "cpu") -> None:
         self.group, self.name = group, name
         self.device = torch.device(device)  # where what travels must lie
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        Ranks.met = Ranks.met or self.size > 1
 
     @staticmethod
     def of(mesh: DeviceMesh) -> Ranks:

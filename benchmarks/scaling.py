@@ -30,6 +30,7 @@ from side_by_side import save, table
 from regard import attend
 from regard.masks import Causal
 from regard.parallel.cost import METHODS, Device, Sizes, cost, seconds, why_not
+from regard.parallel.ring import LARGE
 
 HOST = 8  # devices
 TOKENS = [2**i for i in range(13, 21)]
@@ -91,7 +92,8 @@ def memory(way: str, sizes: Sizes, devices: int) -> int:
     n, q, kv = sizes.tokens // over, sizes.heads / by, max(1.0, sizes.kv_heads / by)
     own = sizes.tokens // devices if way == "alltoall" else n  # tokens of the input
     kept = (own * sizes.width + n * 2 * (q + kv) * sizes.head_dim) * sizes.number
-    blocks = 2 * n * kv * 2 * sizes.head_dim * (sizes.number + sizes.sum) if "ring" in way else 0  # with gradients
+    at_once = min(kv, max(1, 8 * LARGE // (n * 2 * sizes.head_dim * sizes.number)))  # kv heads of a round
+    blocks = 2 * n * at_once * 2 * sizes.head_dim * (sizes.number + sizes.sum) if "ring" in way else 0  # with gradients
     return int(sizes.batch * (kept + blocks))
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from regard import doctor, heads, models
-from regard.cli import app
+from regard.cli import app, main
 from regard.heads import progress
 from regard.kernels import library
 from regard.models import loading
@@ -116,11 +116,20 @@ def test_generate_draws_the_same_for_a_seed():
         (["generate", "x", "-t", "-1"], "temperature: expected 0"),
     ],
 )
-def test_what_the_caller_got_wrong_is_one_line_without_a_traceback(arguments, words):
-    result = subprocess.run([sys.executable, "-m", "regard", *arguments], capture_output=True, text=True)
+def test_what_the_caller_got_wrong_is_said_in_one_line(monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr(sys, "argv", ["regard", *arguments])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 1
+    said = capsys.readouterr().err
+    assert words in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_there_is_no_traceback_in_a_terminal():
+    result = subprocess.run([sys.executable, "-m", "regard", "describe", "minilmm"], capture_output=True, text=True)
     assert result.returncode == 1
-    assert words in result.stderr
-    assert "Traceback" not in result.stderr
+    assert "did you mean 'minilm'?" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
 
 

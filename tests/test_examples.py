@@ -171,7 +171,7 @@ def test_if_one_head_fails(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     "processes, options",
-    [(2, ()), (2, ("--method", "heads")), (4, ("--method", "both")), (2, ("--method", "alltoall"))],
+    [(2, ()), (4, ("--method", "both"))],
 )
 def test_distributed(tmp_path, processes, options) -> None:
     out = run(tmp_path, "distributed.py", "--steps", "3", *options, processes=processes)

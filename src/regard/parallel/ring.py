@@ -11,7 +11,8 @@ exp(scores - lse), and the gradients of a block's keys and values travel one ste
 adds, and then home.
 
 A block goes no further than somebody needs it: under a causal mask the first rank gets nothing, and with a window a
-block visits its neighbours. It may set out in both directions, where that is shorter.
+block visits its neighbours. It may set out in both directions, where that is shorter. Where blocks are large there are
+several rounds, each with some of the kv heads, so that little memory is on its way.
 
 Letters: B batch, H query heads, G kv heads, n queries here, m keys of a block, D head width of q and k, E of v,
 P ranks.
@@ -38,6 +39,7 @@ from regard.parallel.wire import Ranks
 __all__ = ["Route", "attend", "route"]
 
 RIGHT, LEFT = 1, -1
+LARGE = 8 << 20  # bytes of a block: far more than what a message costs besides (on a GPU eight times as many)
 
 
 class Route(NamedTuple):
@@ -78,7 +80,7 @@ def route(needed: list[list[bool]]) -> Route:
 class Meeting(NamedTuple):
     """A run of queries and a run of keys: where they lie in q and in the block, where in the whole, and the call."""
 
-    own: slice
+    own: tuple[slice, slice, slice]
     theirs: slice
     rows: slice
     cols: slice
@@ -87,7 +89,7 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """One ring: whose turn it is, and when."""
+    """One ring: whose turn it is, and when. A round of it is a plan with fewer kv heads."""
 
     whole: Whole
     ranks: Ranks
@@ -95,6 +97,7 @@ class Plan:
     route: Route
     some: list[list[bool]]  # of each run of queries and of keys, whether some pair is visible
     every: list[list[bool]]
+    groups: slice  # the kv heads
 
     @staticmethod
     def of(whole: Whole, ranks: Ranks, kernel: str) -> Plan:
@@ -104,7 +107,22 @@ class Plan:
         for a, i in enumerate(rows):
             for b, j in enumerate(cols):
                 needed[i][j] |= some[a][b]
-        return Plan(whole, ranks, kernel, route(needed), some, every)
+        return Plan(whole, ranks, kernel, route(needed), some, every, slice(0, whole.call.k.shape[1]))
+
+    @property
+    def heads(self) -> slice:
+        """Of the queries."""
+        share = self.whole.call.q.shape[1] // max(self.whole.call.k.shape[1], 1)
+        return slice(self.groups.start * share, self.groups.stop * share)
+
+    def rounds(self) -> list[Plan]:
+        """The same for some kv heads at a time, as many as make no large block on any rank."""
+        (batch, groups, _, d), e = self.whole.call.k.shape, self.whole.call.v.shape[3]
+        one = batch * max(self.whole.keys.lengths) * (d + e) * self.whole.call.k.element_size()
+        some = max(1, LARGE * (1 if self.ranks.device.type == "cpu" else 8) // max(one, 1))
+        if some >= groups or not self.route.steps:
+            return [self]
+        return [replace(self, groups=slice(first, min(first + some, groups))) for first in range(0, groups, some)]
 
     def visiting(self, step: int, way: int) -> int | None:
         """Whose block is here after so many steps that way; None where none comes so far."""
@@ -119,22 +137,29 @@ class Plan:
             for b, cols, theirs in _places(self.whole.keys, owner):
                 if self.some[a][b]:
                     whole = seen_by_all if self.every[a][b] else self.whole
-                    parts = q[:, :, own], k[:, :, theirs], v[:, :, theirs]
-                    call = whole.part(*parts, slice(0, q.shape[1]), rows, cols)
-                    yield Meeting(own, theirs, rows, cols, replace(call, sinks=None))
+                    here = slice(None), self.heads, own
+                    call = whole.part(q[here], k[:, :, theirs], v[:, :, theirs], self.heads, rows, cols)
+                    yield Meeting(here, theirs, rows, cols, replace(call, sinks=None))
 
     def opened(self, block: Tensor, owner: int) -> tuple[Tensor, Tensor]:
         """A block as keys (B, G, m, D) and values (B, G, m, E)."""
-        (batch, groups, _, d), e = self.whole.call.k.shape, self.whole.call.v.shape[3]
-        m = self.whole.keys.lengths[owner]
+        (batch, _, _, d), e = self.whole.call.k.shape, self.whole.call.v.shape[3]
+        groups, m = self.groups.stop - self.groups.start, self.whole.keys.lengths[owner]
         size = batch * groups * m
         return block[: size * d].view(batch, groups, m, d), block[size * d :].view(batch, groups, m, e)
 
     def new_block(self, owner: int, dtype: torch.dtype) -> Tensor:
         """Memory for a rank's block."""
-        (batch, groups, _, d), e = self.whole.call.k.shape, self.whole.call.v.shape[3]
-        size = batch * groups * self.whole.keys.lengths[owner] * (d + e)
+        (batch, _, _, d), e = self.whole.call.k.shape, self.whole.call.v.shape[3]
+        size = batch * (self.groups.stop - self.groups.start) * self.whole.keys.lengths[owner] * (d + e)
         return torch.empty(size, dtype=dtype, device=self.whole.call.q.device)
+
+    def own_block(self, k: Tensor, v: Tensor) -> Tensor:
+        """This rank's keys and values as one message."""
+        block = self.new_block(self.ranks.rank, k.dtype)
+        for part, x in zip(self.opened(block, self.ranks.rank), (k, v), strict=True):
+            part.copy_(x[:, self.groups])
+        return block
 
     def travel(self, own: Tensor) -> Iterator[list[tuple[int, int, Tensor]]]:
         """Step after step the blocks that are here: (owner, way, block). While a caller works on them, the next ones
@@ -189,34 +214,36 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
         call = plan.whole.call.with_learned([*plan.whole.call.learned()[:3], *others])
         plan = replace(plan, whole=replace(plan.whole, call=call))
-        own = torch.cat([k.reshape(-1), v.reshape(-1)])  # one message
-        out, lse = _forward(plan, q, own)
+        owns = [one.own_block(k, v) for one in plan.rounds()]
+        out, lse = _forward(plan, q, owns)
         ctx.plan = plan
-        ctx.save_for_backward(q, own, out, lse, *others)
+        ctx.save_for_backward(q, out, lse, *owns, *others)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, own, out, lse, *others = ctx.saved_tensors
+        q, out, lse, *others = ctx.saved_tensors
+        owns = [others.pop(0) for _ in ctx.plan.rounds()]
         call = ctx.plan.whole.call
         call = call.with_learned([*call.learned()[:3], *others])
         plan = replace(ctx.plan, whole=replace(ctx.plan.whole, call=call))
         with torch.no_grad():
-            made = _backward(plan, q, own, out, lse, grads[0], list(ctx.needs_input_grad[1:]))
+            made = _backward(plan, q, owns, out, lse, grads[0], list(ctx.needs_input_grad[1:]))
         return None, *made
 
 
-def _forward(plan: Plan, q: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(plan: Plan, q: Tensor, owns: list[Tensor]) -> tuple[Tensor, Tensor]:
     call, dtype = plan.whole.call, plan.whole.call.dtype
     out, lse = new_output(q, call.v)
     lse.fill_(float("-inf"))
     total = out.zero_() if out.dtype is dtype else torch.zeros_like(out, dtype=dtype)
-    for blocks in plan.travel(own):
-        for owner, _, block in blocks:
-            for one in plan.meetings(q, block, owner):
-                found = choose(plan.kernel, one.call).forward(one.call)
-                _merge(total[:, :, one.own], lse[:, :, one.own], *found)
+    for part, own in zip(plan.rounds(), owns, strict=True):
+        for blocks in part.travel(own):
+            for owner, _, block in blocks:
+                for one in part.meetings(q, block, owner):
+                    found = choose(plan.kernel, one.call).forward(one.call)
+                    _merge(total[one.own], lse[one.own], *found)
     if call.sinks is not None:  # once, where all keys have been seen
         sinks = call.sinks[:, :, None].to(dtype)
         with_sinks = torch.logaddexp(lse, sinks)
@@ -237,36 +264,54 @@ def _merge(total: Tensor, lse: Tensor, out: Tensor, more: Tensor) -> None:
 
 
 def _backward(
-    plan: Plan, q: Tensor, own: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[bool]
+    plan: Plan, q: Tensor, owns: list[Tensor], out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[bool]
 ) -> list[Tensor | None]:
-    call, ranks = plan.whole.call, plan.ranks
-    dtype = call.dtype
-    d_q = torch.zeros_like(q, dtype=dtype)
+    call, dtype = plan.whole.call, plan.whole.call.dtype
     weights = [bias.weight for bias in call.biases]
     of_biases = wanted[len(wanted) - len(weights) :]
     d_biases = [torch.zeros_like(w, dtype=dtype) if want else None for w, want in zip(weights, of_biases, strict=True)]
-    mine = plan.new_block(ranks.rank, dtype).zero_()  # the gradient of this rank's own keys and values
-    behind = _Behind({}, lambda: None)
-    came_home: list[Tensor] = []
-    for step, blocks in enumerate(plan.travel(own)):
-        added: dict[int, Tensor] = {}
-        for owner, way, block in blocks:
-            into = partial(_gradient_of, plan, owner, mine if step == 0 else None, behind, way, added)
-            _add_gradients(plan, q, block, owner, out, lse, d_out, d_q, into, d_biases)
-            into()  # (also where nothing was added)
-        behind.wait()
-        if step:
-            behind = _send_on(plan, step, added, came_home)
-    behind.wait()
-    for block in came_home:
-        mine.add_(block)
-    made: list[Tensor | None] = [d_q.to(q.dtype), *(x.to(q.dtype) for x in plan.opened(mine, ranks.rank))]
+    given = _Given(q, out, lse, d_out, torch.zeros_like(q, dtype=dtype), d_biases)
+    rounds = zip(plan.rounds(), owns, strict=True)
+    found = [one.opened(_backward_round(one, own, given), plan.ranks.rank) for one, own in rounds]
+    d_k, d_v = found[0] if len(found) == 1 else (torch.cat([pair[i] for pair in found], 1) for i in range(2))
+    made: list[Tensor | None] = [x.to(q.dtype) for x in (given.d_q, d_k, d_v)]
     if call.sinks is not None:
         delta = (out.to(dtype) * d_out.to(dtype)).sum(-1)
         weight = (call.sinks[:, :, None].to(dtype) - lse).exp_()
         made.append(-(weight * delta).sum(-1).sum_to_size(call.sinks.shape).to(call.sinks.dtype))
     made += [None if d is None else d.to(w.dtype) for d, w in zip(d_biases, weights, strict=True)]
     return [grad if want else None for grad, want in zip(made, wanted, strict=True)]
+
+
+class _Given(NamedTuple):
+    """What stays on a rank: its queries, what they found, and where the gradients of queries and biases are summed."""
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    d_out: Tensor
+    d_q: Tensor
+    d_biases: list[Tensor | None]
+
+
+def _backward_round(plan: Plan, own: Tensor, given: _Given) -> Tensor:
+    """The gradient of this rank's own block; those of its queries and of the biases are added to what is given."""
+    behind, came_home = _Behind({}, lambda: None), list[Tensor]()
+    for step, blocks in enumerate(plan.travel(own)):
+        if step == 0:
+            continue  # this rank's own block comes last, while the gradients that others gave it are on their way home
+        added: dict[int, Tensor] = {}
+        while blocks:
+            owner, way, block = blocks.pop()
+            into = partial(_gradient_of, plan, owner, behind, way, added)
+            _add_gradients(plan, block, owner, given, into)
+            into()  # (also where nothing was added)
+            del block  # (memory is held no longer than it must be)
+        behind.wait()
+        behind = _send_on(plan, step, added, came_home)
+    into = partial(_at_home, plan, behind, came_home)
+    _add_gradients(plan, own, plan.ranks.rank, given, into)
+    return into()
 
 
 class _Behind(NamedTuple):
@@ -276,43 +321,38 @@ class _Behind(NamedTuple):
     wait: Callable[[], None]
 
 
-def _gradient_of(
-    plan: Plan, owner: int, mine: Tensor | None, behind: _Behind, way: int, added: dict[int, Tensor]
-) -> Tensor:
-    """Where the gradient of a block is summed up: this rank's own, what comes behind the block, or a new one. It is
-    asked for as late as can be, so that it may be on its way while the first of it is computed here."""
+def _gradient_of(plan: Plan, owner: int, behind: _Behind, way: int, added: dict[int, Tensor]) -> Tensor:
+    """Where the gradient of a visiting block is summed up: what comes behind the block, or a new one. It is asked for
+    as late as can be, so that it may be on its way while the first of it is computed here."""
     if way not in added:
-        if mine is None and way in behind.blocks:
-            behind.wait()
-            mine = behind.blocks.pop(way)
-        added[way] = plan.new_block(owner, plan.whole.call.dtype).zero_() if mine is None else mine
+        behind.wait()
+        came = behind.blocks.pop(way, None)
+        added[way] = plan.new_block(owner, plan.whole.call.dtype).zero_() if came is None else came
     return added[way]
 
 
-def _add_gradients(
-    plan: Plan,
-    q: Tensor,
-    block: Tensor,
-    owner: int,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor,
-    d_q: Tensor,
-    into: Callable[[], Tensor],
-    d_biases: list[Tensor | None],
-) -> None:
+def _at_home(plan: Plan, behind: _Behind, came_home: list[Tensor]) -> Tensor:
+    """The same of this rank's own block: what the others gave it."""
+    behind.wait()
+    if not came_home:
+        came_home.append(plan.new_block(plan.ranks.rank, plan.whole.call.dtype).zero_())
+    while len(came_home) > 1:
+        came_home[0].add_(came_home.pop())
+    return came_home[0]
+
+
+def _add_gradients(plan: Plan, block: Tensor, owner: int, given: _Given, into: Callable[[], Tensor]) -> None:
     """What a block of keys gives to the gradients of the queries here, of the block and of the biases."""
-    heads = slice(0, q.shape[1])
-    wanted = [True, True, True, *(d is not None for d in d_biases)]
-    for own, theirs, rows, cols, call in plan.meetings(q, block, owner):
-        found = out[:, :, own], lse[:, :, own], d_out[:, :, own]
-        made = iter(choose(plan.kernel, call).backward(call, *found, wanted))
-        d_q[:, :, own].add_(next(made))
+    wanted = [True, True, True, *(d is not None for d in given.d_biases)]
+    for own, theirs, rows, cols, call in plan.meetings(given.q, block, owner):
+        found = given.out[own], given.lse[own], given.d_out[own]
+        made = choose(plan.kernel, call).backward(call, *found, wanted)
+        given.d_q[own].add_(made.pop(0))
         for d in plan.opened(into(), owner):
-            d[:, :, theirs].add_(next(made))
-        for bias, d in zip(plan.whole.call.biases, d_biases, strict=True):
+            d[:, :, theirs].add_(made.pop(0))
+        for bias, d in zip(plan.whole.call.biases, given.d_biases, strict=True):
             if d is not None:
-                d[bias.where(heads, rows, cols)].add_(next(made))
+                d[bias.where(plan.heads, rows, cols)].add_(made.pop(0))
 
 
 def _send_on(plan: Plan, step: int, added: dict[int, Tensor], came_home: list[Tensor]) -> _Behind:

@@ -240,8 +240,13 @@ TIMEOUT = 10.0
 def dying(rank: int, method: str, when: str, how: str) -> None:
     """Rank 1 dies in the middle of an attention; each of the others must find out in time."""
     mesh = init_device_mesh("cpu", (SIZE,), mesh_dim_names=("sequence",))
-    module = parallel.shard_sequence(layer(), mesh, method)  # type: ignore[arg-type]
-    x = parallel.shard(normal(2, TOKENS, WIDTH), mesh)
+    x = normal(2, TOKENS, WIDTH)
+    if method == "heads":
+        module = parallel.shard_heads(layer(), mesh)
+    else:
+        module = parallel.shard_sequence(layer(), mesh, method)  # type: ignore[arg-type]
+        x = parallel.shard(x, mesh)
+    x.requires_grad_()
     module(x).sum().backward()  # all is well
 
     def die(*_: Any) -> None:
@@ -252,6 +257,9 @@ def dying(rank: int, method: str, when: str, how: str) -> None:
     if rank == 1:
         if method == "alltoall":
             alltoall.to_tokens = die  # type: ignore[assignment]
+        elif method == "heads":
+            of = module.out_proj if when == "forward" else module.q_proj
+            of.register_forward_pre_hook(die) if when == "forward" else of.register_full_backward_hook(die)
         elif when == "forward":
             ring._merge = die
         else:
@@ -266,7 +274,14 @@ def dying(rank: int, method: str, when: str, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "method, when, how", [("ring", "forward", "exit"), ("ring", "backward", "kill"), ("alltoall", "forward", "kill")]
+    "method, when, how",
+    [
+        ("ring", "forward", "exit"),
+        ("ring", "backward", "kill"),
+        ("alltoall", "forward", "kill"),
+        ("heads", "forward", "kill"),
+        ("heads", "backward", "exit"),
+    ],
 )
 def test_a_rank_that_dies_is_an_error_on_all_others(method: str, when: str, how: str) -> None:
     start = time.monotonic()

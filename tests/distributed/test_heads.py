@@ -43,7 +43,7 @@ Row = tuple[str, Callable[[], dict[str, float]]]
 
 
 def each(rank: int, size: int) -> dict[str, Any]:
-    """The cases, one after the other: on two processes all layers, on three and on four, where each takes longer, some."""
+    """The cases, one after the other: on two processes all layers; on more, where each takes longer, some."""
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("heads",))
     rows: list[Row] = []
     for cases, step in (

@@ -148,8 +148,7 @@ def _distribute(owner: nn.Module, name: str, mesh: DeviceMesh, placement: Shard 
 
 def _entering(mesh: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The input of several projections as one replicated DTensor: its gradients are summed over the ranks once."""
-    x = inputs[0]
-    return (x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [Replicate()], run_check=False), *inputs[1:])
+    return (Ranks.of(mesh).entered(inputs[0], mesh), *inputs[1:])
 
 
 def _leaving(ranks: Ranks, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from regard import kernels
 from regard.attention import attention_weights, prepare
@@ -291,7 +291,7 @@ class Spread:
         made: dict[int, Tensor] = {}
         for x in inputs:
             if id(x) not in made:
-                made[id(x)] = DTensor.from_local(x, heads.mesh, [Replicate()], run_check=False)
+                made[id(x)] = heads.ranks.entered(x, heads.mesh)
         return [made[id(x)] for x in inputs]
 
     # What `attend` does

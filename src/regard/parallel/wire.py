@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.errors import bad_type, bad_value
@@ -254,6 +254,13 @@ class Ranks:
                 x.wait()  # (what it returns has no gradient)
         return x
 
+    def entered(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        """An input of projections whose columns are spread, as a replicated DTensor: its gradient is a sum over the
+        processes."""
+        if isinstance(x, DTensor):
+            return x
+        return _Entered.apply(x, self, mesh)  # type: ignore[return-value]
+
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:
         """Errors of the network in words."""
@@ -266,6 +273,20 @@ class Ranks:
                 "remedy: look for the first error among the ranks (one died, raised, or is cut off); where one is only "
                 "slow, a longer init_process_group(timeout=...)"
             ) from error
+
+
+class _Entered(torch.autograd.Function):
+    """As DTensor.from_local; the sum of the gradient is waited for here, where an error of the network gets words."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, mesh: DeviceMesh) -> Tensor:
+        ctx.ranks, ctx.mesh = ranks, mesh
+        return DTensor.from_local(x.view_as(x), mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with ctx.ranks._told("sum"):
+            return ctx.ranks.wait(grads[0].redistribute(ctx.mesh, [Replicate()]).to_local()), None, None
 
 
 # torch gave it another name; the older one warns

@@ -228,11 +228,8 @@ class MultiHeadAttention(nn.Module):
         Returns:
             (B, N, W); with `need_weights` the same and the weights.
         """
-        for what, x in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(x, Tensor) and (x is not None or what == "query"):
-                raise bad_type(what, expected="a tensor", received=type(x).__name__, remedy="torch.as_tensor(...)")
-        if cache is not None and not isinstance(cache, (KVCache, RollingCache)):
-            raise bad_type("cache", expected="a KVCache or a RollingCache", received=type(cache).__name__)
+        with nullcontext() if self.spread is None else self.spread.refusing():
+            _check_types(query, key, value, cache)
         if query.dim() == 2:
             value = None if value is None or value is key else self.like(value[None], value)
             key = None if key is None or key is query else self.like(key[None], key)
@@ -505,6 +502,14 @@ class AttentionBlock(nn.Module):
 
     def extra_repr(self) -> str:
         return f"norm={self.order!r}"
+
+
+def _check_types(query: object, key: object, value: object, cache: object) -> None:
+    for what, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor) and (x is not None or what == "query"):
+            raise bad_type(what, expected="a tensor", received=type(x).__name__, remedy="torch.as_tensor(...)")
+    if cache is not None and not isinstance(cache, (KVCache, RollingCache)):
+        raise bad_type("cache", expected="a KVCache or a RollingCache", received=type(cache).__name__)
 
 
 def _norm(kind: str | None, width: int) -> nn.Module | None:

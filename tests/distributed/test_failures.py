@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+import regard
 from distributed import together
 from distributed.compare import TOKENS, WIDTH, layer, normal, shaken
 from distributed.variants import Own
@@ -63,6 +64,7 @@ def refusals(rank: int) -> dict[str, str]:
             told[f"{way}: {name}"] = said(action)
     for way in ("heads", "alltoall"):
         told[f"{way}: heads that do not divide"] = _untouched(mesh, way)
+    told |= {name: said(action) for name, action in _of_modules(rank, mesh).items()}
     told["heads: inner width that does not divide"] = _untouched_model(mesh)
     told |= {name: said(action) for name, action in _of_sequences(rank, mesh).items()}
     return told
@@ -73,8 +75,9 @@ def _calls(rank: int, mesh: DeviceMesh, way: str) -> dict[str, Callable[[], Any]
     odd = rank == 1
 
     def call(x: Tensor | None = None, key: Tensor | None = None, *, dtype: Any = torch.float64, dropout: float = 0.0,
-             grad: bool = True, **options: Any) -> Any:  # fmt: skip
-        module = spread(layer(dropout=dropout).to(dtype).train(), mesh, way)
+             grad: bool = True, kernel: str = "auto", softcap: float | None = None, **options: Any) -> Any:  # fmt: skip
+        module = layer(dropout=dropout, kernel=kernel, softcap=softcap).to(dtype).train()
+        module = spread(module, mesh, way)
         x = normal(2, 7, WIDTH).to(dtype) if x is None else x
         with torch.set_grad_enabled(grad):
             return module(x, key, **options)
@@ -93,7 +96,52 @@ def _calls(rank: int, mesh: DeviceMesh, way: str) -> dict[str, Callable[[], Any]
         "width": lambda: call(normal(2, 7, WIDTH + odd)),
         "mask of numbers": lambda: call(mask=torch.ones(7, 7) if odd else torch.ones(7, 7) > 0),
         "mask of numbers everywhere": lambda: call(mask=torch.ones(7, 7)),
+        "not a tensor": lambda: call([[1.0]] if odd else None),  # type: ignore[arg-type]
+        "not a cache": lambda: call(cache={} if odd else None),
+        "positions of one": lambda: call(positions=torch.arange(7.0) if odd else torch.arange(7)),
+        "positions of all": lambda: call(positions=list(range(7))),
+        "one position": lambda: call(positions=torch.tensor(3)),
+        "kernel": lambda: [said(lambda: call(kernel="fused", softcap=2.0)), call()][0],
         "fine": lambda: call(),
+    }
+
+
+def _of_modules(rank: int, mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
+    """What cannot be spread, and what is not the same on rank 1."""
+    odd = rank == 1
+    heads, sequence = parallel.shard_heads, parallel.shard_sequence
+
+    def two(shared: str) -> nn.ModuleList:
+        first, second = layer(), layer()
+        if shared == "weight":
+            second.q_proj.weight = first.q_proj.weight
+        else:
+            second.q_proj = first.q_proj
+        return nn.ModuleList([first, second])
+
+    def frozen() -> nn.Module:
+        module = layer()
+        module.q_proj.requires_grad_(not odd)
+        return module
+
+    def cut() -> nn.Module:
+        fully_shard(module := layer(), mesh=mesh)
+        return module
+
+    return {
+        "module: backwards": lambda: heads(layer(), DeviceMesh("cpu", [2, 1, 0], mesh_dim_names=("ranks",))),
+        "module: heads and sequence over the same": lambda: sequence(heads(layer(), mesh), mesh),
+        "module: sequence and heads over the same": lambda: heads(sequence(layer(), mesh), mesh),
+        "module: cut by FSDP": lambda: sequence(cut(), mesh, sum_gradients=False),
+        "module: a shared weight": lambda: heads(two("weight"), mesh),
+        "module: a shared projection": lambda: heads(two("module"), mesh),
+        "module: swapped": lambda: heads(regard.swap(nn.TransformerEncoderLayer(24, 12, 31, batch_first=True)), mesh),
+        "module: method": lambda: sequence(layer(), mesh, "alltoall" if odd else "ring"),
+        "module: sums": lambda: sequence(layer(), mesh, sum_gradients=odd),
+        "module: frozen": lambda: sequence(frozen(), mesh),
+        "module: heads": lambda: sequence(layer(num_heads=24 if odd else 12, head_dim=2, num_kv_heads=1), mesh),
+        "module: softcap": lambda: heads(layer(softcap=2.0 if odd else None), mesh),
+        "module: one does not divide": lambda: heads(layer(num_heads=7 if odd else 12, head_dim=6), mesh),
     }
 
 
@@ -139,6 +187,11 @@ def _of_sequences(rank: int, mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
         )
 
     config = ModelConfig(layers=1, embed_dim=24, num_heads=12, vocabulary=5, inner=31, context=7, causal=True)
+
+    def by_heads(token: int) -> Any:
+        return parallel.shard_heads(Decoder(even), mesh)(torch.full((1, 3), token))
+
+    even = ModelConfig(layers=1, embed_dim=24, num_heads=12, vocabulary=5, inner=30, context=7, causal=True)
     # (the first that is balanced: from here on a part must tell)
     return {
         "gather: balanced on one": lambda: parallel.gather(part(odd), mesh),
@@ -156,6 +209,19 @@ def _of_sequences(rank: int, mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
         "layer: method": lambda: new(method="rings"),
         "layer: balance": lambda: new(balance="yes"),
         "layer: FSDP": by_fsdp,
+        "model: too long": lambda: parallel.shard_sequence(Decoder(config), mesh)(
+            parallel.shard(torch.ones(2, 8, dtype=torch.int64), mesh)
+        ),
+        "model: heads, one id": lambda: parallel.shard_heads(Decoder(even), mesh)(torch.full((1, 3), 9 if odd else 1)),
+        "model: heads, other ids": lambda: parallel.shard_heads(Decoder(even), mesh)(
+            torch.full((1, 3), 2 if odd else 1)
+        ),
+        "model: keep balanced otherwise": lambda: ids(
+            Decoder(config), keep=parallel.shard(torch.ones(2, 7) > 0, mesh, balance=True)
+        ),
+        "layer: positions balanced otherwise": lambda: new()(
+            part(), positions=parallel.shard(torch.arange(TOKENS), mesh, balance=True)
+        ),
         "model: cache": lambda: ids(model := Decoder(config), cache=model.new_cache()),
         "model: keep": lambda: ids(Decoder(config), keep=torch.ones(2, 6 if odd else 7) > 0),
     }
@@ -163,6 +229,9 @@ def _of_sequences(rank: int, mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
 
 ONE, OTHERS = "rank 1", "all others"
 DISAGREE = r"^ValueError: attention: expected the same {} on every rank of 'ranks', received .* on rank 0, .* on rank 1"
+SETTINGS = (
+    r"^ValueError: module: expected the same {} on every rank of 'ranks', received one on rank 0, another on rank 1"
+)
 WORDS: dict[str, str | dict[str, str]] = {
     "two dimensions": r"^ValueError: mesh: expected one dimension, received 2: \('ranks', 'others'\).*name one of them",
     "not a mesh": r"^TypeError: mesh: expected a torch DeviceMesh, received .*init_device_mesh",
@@ -172,18 +241,18 @@ WORDS: dict[str, str | dict[str, str]] = {
     "parameters": r"^ValueError: module: expected the same names, shapes and dtypes of parameters on every rank",
     "dtype": {
         ONE: r"^TypeError: query: expected torch.float64, as the layer's weights, received torch.float32",
-        OTHERS: r"^ValueError: attention: expected all ranks to go on, received rank 1 raised TypeError: query",
+        OTHERS: TOLD.format("attention") + r"TypeError: query",
     },
     "mask": DISAGREE.format("mask and bias.*"),
     "no mask": DISAGREE.format("mask and bias.*"),
     "lengths": DISAGREE.format("mask and bias.*"),
     "bias": DISAGREE.format("mask and bias.*"),
-    "dropout": DISAGREE.format("dropout"),
+    "dropout": SETTINGS.format("settings of layers"),
     "cross": DISAGREE.format("self attention"),
     "gradient": DISAGREE.format("gradient"),
     "width": {
         ONE: rf"^ValueError: query: expected shape \(B, length, {WIDTH}\).*received \(2, 7, {WIDTH + 1}\)",
-        OTHERS: r"^ValueError: attention: expected all ranks to go on, received rank 1 raised ValueError: query",
+        OTHERS: TOLD.format("attention") + r"ValueError: query",
     },
     "mask of numbers": DISAGREE.format("mask and bias.*"),
     "mask of numbers everywhere": r"^TypeError: mask: expected a boolean",
@@ -193,7 +262,7 @@ WORDS: dict[str, str | dict[str, str]] = {
     "gather: shape": r"^ValueError: gather: expected the same shape on every rank of 'ranks'",
     "gather: not a tensor": {
         ONE: r"^TypeError: y: expected a tensor, received list",
-        OTHERS: r"^ValueError: gather: expected all ranks to go on, received rank 1 raised TypeError: y: expected",
+        OTHERS: TOLD.format("gather") + r"TypeError: y: expected",
     },
     "shard: no axis": r"^ValueError: x: expected \(B, N, ...\) or \(N,\)",
     "layer: balanced on one": DISAGREE.format("balance of queries"),
@@ -209,6 +278,45 @@ WORDS: dict[str, str | dict[str, str]] = {
     "layer: FSDP": r"^ValueError: shard_sequence: expected sum_gradients=False under FSDP.*received sum_gradients=True",
     "model: cache": r"^ValueError: cache: expected none where the text is spread over ranks.*shard_heads",
     "model: keep": r"^ValueError: keep: expected one flag for each of all 7 tokens.* \(3, 2, 2\), received .*7, 6, 7",
+    "not a tensor": {
+        ONE: r"^TypeError: query: expected a tensor, received list",
+        OTHERS: TOLD.format("attention") + r"TypeError: query",
+    },
+    "not a cache": {
+        ONE: r"^TypeError: cache: expected a KVCache or a RollingCache, received dict",
+        OTHERS: TOLD.format("attention") + r"TypeError: cache",
+    },
+    "positions of one": {
+        ONE: r"^TypeError: positions: expected an integer tensor \(N,\) or \(B, N\), received torch.float32",
+        OTHERS: TOLD.format("attention") + r"TypeError: pos",
+    },
+    "positions of all": r"^TypeError: positions: expected an integer tensor \(N,\) or \(B, N\), received list",
+    "one position": r"^TypeError: positions: expected an integer tensor \(N,\) or \(B, N\), received \(\)",
+    "kernel": "^$",
+    "module: backwards": r"^ValueError: mesh: expected ranks in ascending order, received \[2, 1, 0\]",
+    "module: heads and sequence over the same": "^ValueError: layer: expected heads and sequence over two dimensions",
+    "module: sequence and heads over the same": "^ValueError: layer: expected heads and sequence over two dimensions",
+    "module: cut by FSDP": r"^ValueError: q_proj.weight: expected a parameter that is whole on every.*fully_shard last",
+    "module: a shared weight": r"^ValueError: 0.q_proj: expected weights of one layer alone, received weights that",
+    "module: a shared projection": r"^ValueError: 0.q_proj: expected weights of one layer alone, received weights that",
+    "module: swapped": r"^ValueError: module: expected a regard.MultiHeadAttention.*remedy: regard.swap\(model, split",
+    "module: method": SETTINGS.format("method"),
+    "module: sums": SETTINGS.format("sum_gradients"),
+    "module: frozen": SETTINGS.format("parameters that get a gradient"),
+    "module: heads": r"^ValueError: module: expected the same ",
+    "module: softcap": SETTINGS.format("settings of layers"),
+    "module: one does not divide": {
+        ONE: r"^ValueError: layer: heads: expected a multiple of the 3 ranks of 'ranks', received 7",
+        OTHERS: TOLD.format("module") + r"ValueError: layer",
+    },
+    "model: too long": r"^ValueError: ids: expected at most 7 tokens, for so many positions were learned, received 8",
+    "model: heads, one id": {
+        ONE: r"^ValueError: ids: expected from 0 to 4, the vocabulary, received 9",
+        OTHERS: TOLD.format("model") + r"ValueError: ids",
+    },
+    "model: heads, other ids": r"^ValueError: model: expected the same tokens on every rank of 'ranks', received one",
+    "model: keep balanced otherwise": r"^ValueError: keep: expected balance=False, as the tokens, received",
+    "layer: positions balanced otherwise": r"^ValueError: positions: expected balance=False, as the tokens, received",
     "fine": "^$",
 }  # fmt: skip
 
@@ -230,6 +338,37 @@ def test_every_rank_says_what_is_wrong() -> None:
             if not re.search(expected, words, re.DOTALL):
                 wrong.append(f"rank {rank}, {case}: expected {expected!r}, said {words[:300]!r}")
     assert not wrong, "\n".join(wrong)
+
+
+# Heads and sequence
+
+
+def in_both(rank: int) -> list[str]:
+    """What one wrong rank of four means to all."""
+    plane = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "heads"))
+    odd, sequence = rank == 1, plane["sequence"]
+    config = ModelConfig(layers=1, embed_dim=24, num_heads=12, vocabulary=5, inner=30, context=13, causal=True)
+
+    def both(module: nn.Module) -> nn.Module:
+        return parallel.shard_sequence(parallel.shard_heads(module, plane["heads"]), sequence)
+
+    x, ids = normal(2, 12, WIDTH), torch.ones(2, 12, dtype=torch.int64)
+    return [
+        said(lambda: both(layer())(parallel.shard(x, sequence), mask=Window(3) if odd else Causal())),
+        said(lambda: both(Decoder(config))(parallel.shard(ids + 9 * odd, sequence))),
+        said(lambda: both(layer())(parallel.shard(x[:, :1], sequence))),
+        said(lambda: both(layer())(parallel.shard(x, sequence))),
+    ]
+
+
+def test_all_ranks_of_a_plane_hear_of_an_error() -> None:
+    start = time.monotonic()
+    for mask, ids, short, fine in together.run(in_both, 4, timeout=40.0):
+        assert "expected the same mask and bias" in mask
+        assert "ids: expected from 0 to 4, the vocabulary, received 10" in ids
+        assert "expected a text and a token at least on every rank, where heads are spread" in short
+        assert fine == ""
+    assert time.monotonic() - start < 40.0
 
 
 # A rank that dies

@@ -102,7 +102,9 @@ class Decoder(TextModel):
         if text is None:
             x = self.embedding(ids, self._positions(ids.shape[1], keep, held))
         else:
-            x = text.marked(self.embedding(ids, text.part(self._positions(text.length, keep, held))))
+            positions = self._positions(text.length, keep, held)
+            self.embedding.check(positions, text.length)  # of the whole: a part may well be near enough
+            x = text.marked(self.embedding(ids, text.part(positions)))
         slots = self._slots(ids.shape[1], keep, held)
         for i, block in enumerate(self.blocks):
             if states is not None:

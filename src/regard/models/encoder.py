@@ -84,6 +84,7 @@ class Encoder(TextModel):
         if text is None:
             x = self.embedding(ids, positions, token_types)
         else:
+            self.embedding.check(positions, text.length)  # of the whole: a part may well be near enough
             x = text.marked(self.embedding(ids, text.part(positions), token_types))
         for i, block in enumerate(self.blocks):
             if states is not None:

@@ -50,9 +50,12 @@ class Rules:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise bad_value("top_p", expected="a probability above 0 and up to 1, or None", received=self.top_p)
 
-    def generator(self, device: torch.device) -> torch.Generator | None:
-        """What random numbers come from; None for torch's own."""
-        return None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
+    def generator(self, model: Decoder) -> torch.Generator | None:
+        """What random numbers come from; None for torch's own. Processes that compute as one share it."""
+        seed = self.seed
+        if seed is None and self.temperature and model.first is not None:
+            seed = model.first(int(torch.randint(2**62, ())))
+        return None if seed is None else torch.Generator(model.device).manual_seed(seed)
 
 
 def choose(logits: Tensor, rules: Rules, generator: torch.Generator | None = None) -> Tensor:
@@ -85,7 +88,7 @@ def tokens(
     """
     assert len(rows) == 1 or not len(cache[0])
     ids, keep = (x.to(model.device) for x in padded(rows))
-    generator = rules.generator(model.device)
+    generator = rules.generator(model)
     copies = nullcontext() if expected is not None and expected < _WORTH_PACKING else model.packed()
     with copies, torch.inference_mode():
         states = _prefill(model, ids, cache)

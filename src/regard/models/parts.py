@@ -66,16 +66,20 @@ class Embedding(nn.Module):
         if self.types is not None:
             x = x + (self.types.weight[0] if token_types is None else self.types(token_types))
         if self.places is not None:
-            first, count = self.first_position, ids.shape[-1]
-            end = positions + count if isinstance(positions, int) else int(positions.max()) + 1 if count else 0
-            if self.context is not None and end > self.context:
-                raise bad_value("ids", expected=f"at most {self.context} tokens, for so many positions were learned",
-                                received=f"{end} tokens", remedy="cut the text")  # fmt: skip
+            first, end = self.first_position, self.check(positions, ids.shape[-1])
             if isinstance(positions, int):
                 x = x + self.places.weight[first + positions : first + end]
             else:
                 x = x + self.places(first + positions)
         return x if self.norm is None else self.norm(x)
+
+    def check(self, positions: Tensor | int, count: int) -> int:
+        """Where so many tokens end. Raise where no position was learned for that."""
+        end = positions + count if isinstance(positions, int) else int(positions.max()) + 1 if count else 0
+        if self.places is not None and self.context is not None and end > self.context:
+            raise bad_value("ids", expected=f"at most {self.context} tokens, for so many positions were learned",
+                            received=f"{end} tokens", remedy="cut the text")  # fmt: skip
+        return end
 
 
 def _table(rows: int, width: int) -> nn.Embedding:

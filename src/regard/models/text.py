@@ -5,7 +5,7 @@ Letters: B texts, N tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -73,6 +73,7 @@ class TextModel(nn.Module):
         self.config, self.tokenizer, self.name = config, tokenizer, name
         self.unused: tuple[str, ...] = ()
         self.spread: Any = None  # where texts are spread over processes: how (see `regard.parallel`)
+        self.first: Callable[[int], int] | None = None  # where several compute as one: the first one's number, on all
 
     @property
     def device(self) -> torch.device:

@@ -23,9 +23,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from regard.errors import bad_type, bad_value
 from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.models.parts import FeedForward
+from regard.models.text import TextModel
 from regard.parallel.alltoall import heads_of, kv_heads_of
-from regard.parallel.spread import Heads, Sharding
-from regard.parallel.wire import Ranks
+from regard.parallel.spread import Heads, Sequence, Sharding
+from regard.parallel.wire import Ranks, digest, fingerprint
 from regard.positions import RelativeBias
 
 __all__ = ["shard_heads"]
@@ -53,14 +54,21 @@ def shard_heads(module: nn.Module, mesh: DeviceMesh, *, check: bool = True) -> n
     """
     ranks = Ranks.of(mesh)
     layers, parts = _found(module)
-    _check(layers, parts, ranks)
-    ranks.synchronise(module)
+    ranks.synchronise(
+        module, lambda: _check(module, layers, parts, ranks), check=check, **{"settings of layers": _settings(layers)}
+    )
     with warnings.catch_warnings():  # that random numbers of DTensors are not supported on CPUs: none are drawn
         warnings.filterwarnings("ignore", "DTensor random operators may not have complete support", UserWarning)
         _spread(layers, parts, mesh, check)
-    for block in module.modules():
-        if isinstance(block, AttentionBlock) and block.dropout.p:
-            block.dropout.register_forward_pre_hook(_SameNumbers(ranks), with_kwargs=True)
+    for one in module.modules():
+        if isinstance(one, AttentionBlock):
+            one.dropout.register_forward_pre_hook(_SameNumbers(ranks), with_kwargs=True)
+        if isinstance(one, TextModel):
+            one.first = ranks.first
+            if one.spread is not None:
+                one.spread.heads = next(layer.spread.heads for layer in layers.values() if layer in set(one.modules()))
+            elif check:
+                one.register_forward_pre_hook(_SameText(ranks), with_kwargs=True)
     return module
 
 
@@ -73,6 +81,7 @@ def _spread(
             layer.spread = Sharding()
         layer.spread.heads = Heads(mesh, layer.num_heads, layer.num_kv_heads, check)
         parallelize_module(layer, mesh, _plan(layer, ranks), src_data_rank=None)
+        layer.register_load_state_dict_pre_hook(_spread_plain)
         if layer.sinks is not None:
             _distribute(layer, "sinks", mesh, Shard(0))
         bias = layer.position_encoding
@@ -82,6 +91,7 @@ def _spread(
         plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         plan |= {} if part.gate is None else {"gate": ColwiseParallel()}
         parallelize_module(part, mesh, plan, src_data_rank=None)
+        part.register_load_state_dict_pre_hook(_spread_plain)
         part.register_forward_pre_hook(partial(_entering, mesh))
         part.register_forward_hook(partial(_leaving, ranks))
 
@@ -93,19 +103,44 @@ def _found(module: nn.Module) -> tuple[dict[str, MultiHeadAttention], dict[str, 
     layers = {name or "layer": m for name, m in module.named_modules() if isinstance(m, MultiHeadAttention)}
     if not layers:
         raise bad_value("module", expected="a regard.MultiHeadAttention, or a model with some in it",
-                        received=type(module).__name__, remedy="regard.swap(model) puts them in the place of "
-                        "nn.MultiheadAttention")  # fmt: skip
+                        received=type(module).__name__, remedy="regard.swap(model, split=True) puts them in the "
+                        "place of nn.MultiheadAttention")  # fmt: skip
     return layers, {name: m for name, m in module.named_modules() if isinstance(m, FeedForward)}
 
 
-def _check(layers: dict[str, MultiHeadAttention], parts: dict[str, FeedForward], ranks: Ranks) -> None:
+def _settings(layers: dict[str, MultiHeadAttention]) -> list[tuple[str, str]]:
+    """What layers are, besides their weights: the same on every rank."""
+    return [(name, layer.extra_repr()) for name, layer in layers.items()]
+
+
+def _check_both(name: str, layer: MultiHeadAttention, heads: Ranks | None, sequence: Sequence | None) -> None:
+    """Raise where a layer cannot have both its heads and its sequence spread so."""
+    here = layer.num_heads
+    if heads is not None:
+        here //= heads.size
+        if sequence is not None and sequence.ranks.overlaps(heads.group):
+            raise bad_value(name, expected="heads and sequence over two dimensions of a mesh",
+                            received=f"{sequence.ranks.name!r} for both", remedy='init_device_mesh("cpu", (2, 2), '
+                            'mesh_dim_names=("sequence", "heads"))')  # fmt: skip
+    if sequence is not None and sequence.method == "alltoall" and here % sequence.ranks.size:
+        size, of = sequence.ranks.size, sequence.ranks.name
+        raise bad_value(f"{name}: heads", expected=f"a multiple of the {size} ranks of {of!r}",
+                        received=here, remedy='method="ring", which takes any number')  # fmt: skip
+
+
+def _check(
+    module: nn.Module, layers: dict[str, MultiHeadAttention], parts: dict[str, FeedForward], ranks: Ranks
+) -> None:
     """Raise before any weight is touched."""
+    _check_owners(module, layers, parts)
     for name, layer in layers.items():
         if layer.spread is not None and layer.spread.heads is not None:
             raise bad_value(name, expected="a layer whose heads are not spread yet", received="one that is")
         if layer.num_heads % ranks.size:
             raise bad_value(f"{name}: heads", expected=f"a multiple of the {ranks.size} ranks of {ranks.name!r}",
                             received=layer.num_heads, remedy="fewer ranks, or parallel.shard_sequence")  # fmt: skip
+        if layer.spread is not None:
+            _check_both(name, layer, ranks, layer.spread.sequence)
         _check_linears(name, {part: getattr(layer, part) for part in ("q_proj", "k_proj", "v_proj", "out_proj")})
     for name, part in parts.items():
         linears = {key: linear for key in ("gate", "up", "down") if (linear := getattr(part, key)) is not None}
@@ -115,12 +150,26 @@ def _check(layers: dict[str, MultiHeadAttention], parts: dict[str, FeedForward],
                             received=part.up.out_features, remedy="fewer ranks")  # fmt: skip
 
 
+def _check_owners(module: nn.Module, layers: dict[str, MultiHeadAttention], parts: dict[str, FeedForward]) -> None:
+    """Raise where something that is spread belongs to two: it would be spread twice, or no longer be shared."""
+    spread = [getattr(layer, part) for layer in layers.values() for part in ("q_proj", "k_proj", "v_proj", "out_proj")]
+    spread += [linear for part in parts.values() for linear in (part.gate, part.up, part.down) if linear is not None]
+    owners: dict[Tensor, set[nn.Module]] = {}
+    for one in module.modules():
+        for parameter in one.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(one)
+    for name, one in module.named_modules():
+        if one in spread and (spread.count(one) > 1 or any(len(owners[x]) > 1 for x in one.parameters(recurse=False))):
+            raise bad_value(name, expected="weights of one layer alone", received="weights that several layers share",
+                            remedy="parallel.shard_sequence, or share the whole layer")  # fmt: skip
+
+
 def _check_linears(owner: str, linears: dict[str, nn.Module]) -> None:
     for name, linear in linears.items():
         if not isinstance(linear, nn.Linear) or not isinstance(linear.weight, Tensor):
             raise bad_type(f"{owner}.{name}", expected="an nn.Linear, which torch can spread",
                            received=type(linear).__name__,
-                           remedy="shard first, then add adapters or quantise")  # fmt: skip
+                           remedy="parallel.shard_sequence, which leaves the weights as they are")  # fmt: skip
         if isinstance(linear.weight, DTensor):
             raise bad_value(f"{owner}.{name}", expected="a weight that is whole", received="a DTensor",
                             remedy="shard_heads first, then fully_shard")  # fmt: skip
@@ -144,6 +193,17 @@ def _distribute(owner: nn.Module, name: str, mesh: DeviceMesh, placement: Shard 
     assert before is not None
     spread = distribute_tensor(before.detach(), mesh, [placement], src_data_rank=None)
     owner.register_parameter(name, nn.Parameter(spread, requires_grad=before.requires_grad))
+
+
+def _spread_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a state dict is loaded: tensors that are whole, as of one process, become DTensors like the module's."""
+    for name, own in module.named_parameters():
+        given = state.get(prefix + name)
+        if not isinstance(given, Tensor) or isinstance(given, DTensor) or given.shape != own.shape:
+            continue
+        if isinstance(own, DTensor) and own.device_mesh.ndim == 1:  # (what FSDP cut, too, is for torch's checkpoints)
+            placed = distribute_tensor(given.to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+            state[prefix + name] = placed
 
 
 def _entering(mesh: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -204,5 +264,25 @@ class _SameNumbers:
         self.ranks = ranks
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module.training and self.ranks.device.type == "cpu":
+        if module.training and module.p and self.ranks.device.type == "cpu":
             torch.set_rng_state(self.ranks.gathered(torch.get_rng_state())[0])
+
+
+class _SameText:
+    """Before each call of a model whose heads are spread: every rank has the same tokens, and none refuses them."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+
+    def __call__(self, module: TextModel, args: Any, kwargs: Any) -> None:
+        if module.spread is not None:  # parts of a text: asked for there
+            return
+        keep = kwargs.get("keep")
+
+        def facts() -> dict[str, int]:
+            ids = args[0] if args else kwargs.get("ids")
+            module._check_ids(ids, keep)
+            return {"shape of ids": digest(tuple(ids.shape)), "tokens": digest(fingerprint(ids)),
+                    "keep": 0 if keep is None else digest(tuple(keep.shape), fingerprint(keep))}  # fmt: skip
+
+        self.ranks.agreed("model", ("shape of ids", "tokens", "keep"), facts)

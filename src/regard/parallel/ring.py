@@ -380,5 +380,7 @@ def _send_on(plan: Plan, step: int, added: dict[int, Tensor], came_home: list[Te
 
 def attend(whole: Whole, ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
     """(B, H, n, E): this rank's queries against the keys of all."""
+    if kernel != "auto":
+        kernels.choose(kernel, whole.call)  # where it cannot serve, all ranks say so before anything travels
     others = whole.call.learned()[3:]
     return _Ring.apply(Plan.of(whole, ranks, kernel), q, k, v, *others)  # type: ignore[return-value]

@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from regard.errors import bad_type, bad_value
 from regard.models.text import TextModel
-from regard.parallel.heads import _found
+from regard.parallel.heads import _check_both, _found, _settings
 from regard.parallel.spread import Method, Sequence, Sharding
 from regard.parallel.wire import Ranks
 
@@ -48,27 +49,29 @@ def shard_sequence(
     """
     ranks = Ranks.of(mesh)
     layers, _ = _found(module)
-    if method not in ("ring", "alltoall"):
-        raise bad_value("method", expected='"ring" or "alltoall"', received=repr(method))
-    if balance is not None and not isinstance(balance, bool):
-        raise bad_type("balance", expected="True, False or None", received=repr(balance))
-    for name, layer in layers.items():
-        if layer.spread is not None and layer.spread.sequence is not None:
-            raise bad_value(name, expected="a layer whose sequence is not spread yet", received="one that is")
-        here = layer.num_heads
-        if layer.spread is not None and layer.spread.heads is not None:
-            here //= layer.spread.heads.ranks.size
-        if method == "alltoall" and here % ranks.size:
-            raise bad_value(f"{name}: heads", expected=f"a multiple of the {ranks.size} ranks of {ranks.name!r}",
-                            received=here, remedy='method="ring", which takes any number')  # fmt: skip
-    ranks.synchronise(module)
+
+    def check() -> None:
+        if method not in ("ring", "alltoall"):
+            raise bad_value("method", expected='"ring" or "alltoall"', received=repr(method))
+        if balance is not None and not isinstance(balance, bool):
+            raise bad_type("balance", expected="True, False or None", received=repr(balance))
+        for name, layer in layers.items():
+            if layer.spread is not None and layer.spread.sequence is not None:
+                raise bad_value(name, expected="a layer whose sequence is not spread yet", received="one that is")
+            heads = None if layer.spread is None else layer.spread.heads
+            _check_both(name, layer, None if heads is None else heads.ranks, Sequence(ranks, method))
+
+    said = {"method": method, "balance": balance, "sum_gradients": sum_gradients}
+    ranks.synchronise(module, check, **said, **{"settings of layers": _settings(layers)})
+    sequence = Sequence(ranks, method, balance)
     for layer in layers.values():
         if layer.spread is None:
             layer.spread = Sharding()
-        layer.spread.sequence = Sequence(ranks, method, balance)
+        layer.spread.sequence = sequence
     for one in module.modules():
         if isinstance(one, TextModel):
-            one.spread = Sharding(sequence=Sequence(ranks, method, balance))
+            inside = next((layer.spread.heads for layer in layers.values() if layer in set(one.modules())), None)
+            one.spread = Sharding(inside, sequence)
     if sum_gradients:
         sums = _Sums(ranks)
         sums(module, (), {})
@@ -81,6 +84,10 @@ class _Sums:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
+        self.seen = WeakIdKeyDictionary()  # the parameters
+
+    def __deepcopy__(self, memo: Any) -> _Sums:
+        return _Sums(self.ranks)  # of other parameters
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for one in module.modules():
@@ -89,11 +96,14 @@ class _Sums:
                                 received="sum_gradients=True",
                                 remedy="fully_shard over a mesh that has the sequence's ranks in it")  # fmt: skip
         for parameter in module.parameters():
-            if parameter.requires_grad and getattr(parameter, "_regard_summed", None) is not self.ranks.group:
+            if parameter.requires_grad and parameter not in self.seen:
                 parameter.register_hook(self._sum)
-                parameter._regard_summed = self.ranks.group  # type: ignore[attr-defined]
+                self.seen[parameter] = True
 
     def _sum(self, gradient: Tensor) -> Tensor:
+        if gradient.is_sparse:
+            raise bad_type("gradient", expected="a dense one", received="a sparse one",
+                           remedy="nn.Embedding(sparse=False), or sum_gradients=False")  # fmt: skip
         if not isinstance(gradient, DTensor):
             return self.ranks.summed(gradient.clone())
         local = self.ranks.summed(gradient.to_local().clone())

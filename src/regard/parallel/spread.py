@@ -6,7 +6,8 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, n, m those of on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from regard import kernels
 from regard.attention import attention_weights, prepare
-from regard.errors import bad_value
+from regard.errors import bad_type, bad_value, shape_of
 from regard.kernels import Call
 from regard.kernels.dropout import new_seed
 from regard.masks import Mask, as_mask
@@ -96,11 +97,17 @@ class Sharding:
 
         def facts() -> dict[str, int]:
             check()
+            _check_positions(positions)
+            if self.heads is not None and 0 in (query.shape[0], query.shape[1], key.shape[1]):
+                raise bad_value("query", expected="a text and a token at least on every rank, where heads are spread",
+                                received=f"{query.shape[0]} texts of {query.shape[1]} queries and {key.shape[1]} keys",
+                                remedy="fewer ranks for the sequence")  # fmt: skip
             if cache is not None and self.sequence is not None:
                 raise bad_value("cache", expected="none where the sequence is spread over ranks", received="a cache",
                                 remedy="spread the heads instead: parallel.shard_heads")  # fmt: skip
             of_queries = self._balance("query", query)
             of_keys = of_queries if key is query else self._balance("key", key)
+            _check_balance("positions", positions, of_queries)
             if value is not key and self._balance("value", value) is not of_keys:
                 raise bad_value("value", expected=f"balance={of_keys}, as the key's", received=f"balance={not of_keys}")
             return {
@@ -112,7 +119,7 @@ class Sharding:
                 "gradient": torch.is_grad_enabled(),
                 "cache": cache is not None,
                 "self attention": key is query,
-                "axes of positions": 0 if positions is None else positions.dim(),
+                "axes of positions": 0 if positions is None else positions.dim(),  # (a dtype that is none raises)
                 "seed": 0 if seed is None else int(seed),
                 "queries": query.shape[1],
                 "keys": key.shape[1],
@@ -121,16 +128,68 @@ class Sharding:
                 "balance of keys": of_keys,
             }
 
+        if self.sequence is None and not (self.heads is not None and (self.heads.check or seed is not None)):
+            check()
+            return Spread(self)
+        rows = self._agreed("attention", _FACTS, facts, _LENGTHS, seed is not None)
+        seed = None if seed is None else seed.new_full((1,), self._first(rows[0]["seed"]))
+        return Spread(self, seed=seed) if self.sequence is None else self._place(rows, key is query, positions, seed)
+
+    def _agreed(
+        self,
+        what: str,
+        names: tuple[str, ...],
+        facts: Callable[[], dict[str, int]],
+        lengths: tuple[str, ...],
+        ask: bool = False,
+    ) -> list[dict[str, int]]:
+        """Every rank's facts, of those that share the sequence (or else the heads). Where both are spread, whoever
+        hears of an error in one group tells it in the other, so that all of them raise.
+
+        `ask`: also where the ranks of the heads need not check.
+        """
+        groups: list[tuple[Ranks, tuple[str, ...]]] = []
+        if self.heads is not None and (self.heads.check or ask):
+            groups.append((self.heads.ranks, ("seed",)))
+        if self.sequence is not None:
+            groups.append((self.sequence.ranks, ("seed", *lengths)))
+        error: Exception | None = None
         rows: list[dict[str, int]] = []
-        if self.heads is not None and (self.heads.check or seed is not None):
-            rows = self.heads.ranks.agreed("attention", _FACTS, facts, differ=("seed",))
-            seed = _first(seed, rows)
-        if self.sequence is None:
-            if not rows:
-                check()
-            return Spread(self, seed=seed)
-        rows = self.sequence.ranks.agreed("attention", _FACTS, facts, differ=("seed", *_LENGTHS))
-        return self._place(rows, key is query, positions, _first(seed, rows))
+
+        def told() -> dict[str, int]:
+            if error is not None:
+                raise error
+            return facts()
+
+        for ranks, differ in groups:
+            try:
+                rows = ranks.agreed(what, names, told, differ)
+            except ConnectionError:
+                raise
+            except Exception as raised:
+                error = raised
+        if error is not None:
+            raise error
+        return rows
+
+    def _first(self, seed: int) -> int:
+        """The seed of the sequence's first rank; where heads are spread, too, that of their first."""
+        both = self.heads is not None and self.sequence is not None
+        return self.heads.ranks.first(seed) if both else seed  # type: ignore[union-attr]
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Where what is done within raises on this rank, before the ranks have agreed on a call, all raise."""
+        try:
+            yield
+        except (ValueError, TypeError) as error:
+            if self.sequence is None and self.heads is not None and not self.heads.check:
+                raise
+
+            def facts(error: Exception = error) -> dict[str, int]:
+                raise error
+
+            self._agreed("attention", _FACTS, facts, _LENGTHS)
 
     def text(self, ids: Tensor, keep: Tensor | None, check: Callable[[], None], cache: Any = None) -> PartOfText:
         """One call of a model: which tokens of a text these ids (B, n) are, and `keep` of the whole text (it may be
@@ -144,11 +203,11 @@ class Sharding:
                 raise bad_value("cache", expected="none where the text is spread over ranks", received="a cache",
                                 remedy="spread the heads instead: parallel.shard_heads")  # fmt: skip
             balanced = self._balance("ids", ids)
+            _check_balance("keep", keep, balanced)
             return {"texts": ids.shape[0], "balance": balanced, "tokens": ids.shape[1],
                     "keep": 0 if keep is None else keep.shape[1]}  # fmt: skip
 
-        names = ("texts", "balance", "tokens", "keep")
-        rows = ranks.agreed("ids", names, facts, differ=("tokens", "keep"))
+        rows = self._agreed("ids", ("texts", "balance", "tokens", "keep"), facts, ("tokens", "keep"))
         lengths, kept = (tuple(row[name] for row in rows) for name in ("tokens", "keep"))
         tokens = Tokens(lengths, bool(rows[0]["balance"]))
         tokens.check()
@@ -203,9 +262,20 @@ _FACTS = (
 )
 
 
-def _first(seed: Tensor | None, rows: list[dict[str, int]]) -> Tensor | None:
-    """The seed of the first rank, for all."""
-    return None if seed is None else seed.new_full((1,), rows[0]["seed"])
+def _check_positions(positions: object) -> None:
+    if positions is None or (isinstance(positions, Tensor) and positions.dim() and not positions.is_floating_point()):
+        return
+    received = shape_of(positions) if isinstance(positions, Tensor) else type(positions).__name__
+    if isinstance(positions, Tensor) and positions.dim():
+        received = str(positions.dtype)
+    raise bad_type("positions", expected="an integer tensor (N,) or (B, N)", received=received)
+
+
+def _check_balance(what: str, part: Tensor | None, balanced: bool) -> None:
+    """Raise where something that was sharded beside the tokens was cut in another way."""
+    marked: bool | None = getattr(part, "_regard_balanced", None)
+    if marked is not None and marked is not balanced:
+        raise bad_value(what, expected=f"balance={balanced}, as the tokens", received=f"balance={marked}")
 
 
 def as_said(bias: Any) -> list[Any]:

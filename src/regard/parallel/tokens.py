@@ -189,8 +189,7 @@ def parts_of(x: Tensor, ranks: Ranks, tokens: Tokens, dim: int) -> list[Tensor]:
     x = x.detach().movedim(dim, 0)
     padded = x.new_zeros(longest, *x.shape[1:])
     padded[: x.shape[0]] = x
-    numbers = padded.to(torch.uint8) if x.dtype is torch.bool else padded
-    together = ranks.gathered(numbers).to(x.dtype)
+    together = ranks.gathered(padded)
     return [part[:length].movedim(0, dim) for part, length in zip(together, tokens.lengths, strict=True)]
 
 

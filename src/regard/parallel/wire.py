@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.errors import bad_type, bad_value
 
-__all__ = ["Ranks", "Traffic", "counting", "digest"]
+__all__ = ["Ranks", "Traffic", "counting", "digest", "fingerprint"]
 
 
 @dataclass
@@ -68,7 +68,7 @@ def counting() -> Iterator[Traffic]:
         with _Functional(sent):
             yield sent
     finally:
-        _COUNTERS.remove(sent)
+        _COUNTERS[:] = [one for one in _COUNTERS if one is not sent]  # (equal ones are not the same)
 
 
 class _Functional(TorchDispatchMode):
@@ -132,6 +132,10 @@ class Ranks:
             raise bad_value("mesh", expected="one that this process is part of",
                             received=f"ranks {mesh.mesh.flatten().tolist()}, and this is rank {dist.get_rank()}",
                             remedy="run this on the mesh's own ranks alone")  # fmt: skip
+        order = mesh.mesh.flatten().tolist()
+        if order != sorted(order):  # groups are ordered by rank, DTensors by the mesh
+            raise bad_value("mesh", expected="ranks in ascending order", received=order,
+                            remedy="start the processes in the order that they should have")  # fmt: skip
         return Ranks(mesh.get_group(), (mesh.mesh_dim_names or ("mesh",))[0], mesh.device_type)
 
     def __deepcopy__(self, memo: Any) -> Ranks:
@@ -155,8 +159,12 @@ class Ranks:
             return out.copy_(x[None])
         _count("gather", x.nbytes * (self.size - 1), self.size - 1)
         with self._told("gather"):
-            _gather(out.view(-1), x.contiguous().view(-1), group=self.group)
+            _gather(_travelling(out.view(-1)), _travelling(x.contiguous().view(-1)), group=self.group)
         return out
+
+    def first(self, number: int) -> int:
+        """The first process's number, on all."""
+        return int(self.gathered(torch.tensor(number, dtype=torch.int64, device=self.device))[0])
 
     def summed(self, x: Tensor) -> Tensor:
         """The sum of x over the processes, in its place."""
@@ -166,19 +174,41 @@ class Ranks:
                 dist.all_reduce(x, group=self.group)
         return x
 
-    def synchronise(self, module: nn.Module) -> None:
-        """Give every process the parameters and buffers of the first, where they have the same names and shapes."""
-        tensors = {name: x.detach() for name, x in (*module.named_parameters(), *module.named_buffers())}
-        tensors = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tensors.items()}
-        said = [(name, tuple(x.shape), str(x.dtype)) for name, x in tensors.items()]
-        what = "names, shapes and dtypes of parameters"
-        self.agreed("module", (what,), lambda: {what: digest(said)})
-        for x in tensors.values():
+    def synchronise(self, module: nn.Module, check: Callable[[], None], /, **settings: Any) -> None:
+        """Give every process the parameters and buffers of the first, where they have the same names and shapes, and
+        the same settings. Where the check raises on one, all raise."""
+        names, frozen = "names, shapes and dtypes of parameters", "parameters that get a gradient"
+
+        def facts() -> dict[str, int]:
+            check()
+            for name, x in module.named_parameters():
+                self._check_whole(name, x)
+            said = [(name, tuple(x.shape), str(x.dtype)) for name, x in _tensors(module).items()]
+            learned = [name for name, x in module.named_parameters() if x.requires_grad]
+            return {names: digest(said), frozen: digest(learned), **{key: digest(x) for key, x in settings.items()}}
+
+        self.agreed("module", (names, frozen, *settings), facts)
+        for x in _tensors(module).values():
             if self.size > 1 and x.device.type != "meta":
                 whole = x.contiguous()
                 with self._told("weights"):
-                    dist.broadcast(whole, group=self.group, group_src=0)
+                    dist.broadcast(_travelling(whole.view(-1)), group=self.group, group_src=0)
                 x.copy_(whole)
+
+    def overlaps(self, group: dist.ProcessGroup) -> bool:
+        """Whether some process besides this one is in both groups."""
+        mine, theirs = (dist.get_process_group_ranks(one) for one in (self.group, group))
+        return len(set(mine) & set(theirs)) > 1
+
+    def _check_whole(self, name: str, x: Tensor) -> None:
+        """Raise where a parameter is cut up among these processes: they cannot have the same."""
+        if not isinstance(x, DTensor):
+            return
+        for axis, placement in enumerate(x.placements):
+            if not placement.is_replicate() and self.overlaps(x.device_mesh.get_group(axis)):
+                raise bad_value(name, expected=f"a parameter that is whole on every rank of {self.name!r}",
+                                received=f"a DTensor, {placement}", remedy="heads and sequence over two dimensions of "
+                                "a mesh; fully_shard last")  # fmt: skip
 
     def exchange(self, sent: Tensor, sizes: list[int], came: Tensor, their_sizes: list[int]) -> None:
         """Cut along `sizes`, the first piece goes to the first process, and so on; `came` is filled in the same way."""
@@ -239,11 +269,15 @@ class Ranks:
                 dist.all_gather_object(words, None if error is None else f"{type(error).__name__}: {error}", self.group)
             if error is not None:
                 raise error
-            raise bad_value(what, expected="all ranks to go on", received=f"rank {failed[0]} raised {words[failed[0]]}")
+            who = f"rank {failed[0]} of {self.name!r}"
+            raise bad_value(what, expected="all ranks to go on", received=f"{who} raised {words[failed[0]]}")
         rows = [dict(zip(names, values, strict=True)) for _, *values in table]
         for name in names:
             if name not in differ and len({row[name] for row in rows}) > 1:
-                told = ", ".join(f"{row[name]} on rank {rank}" for rank, row in enumerate(rows))
+                values = [row[name] for row in rows]
+                if max(values) >= _HASHED:
+                    values = ["one" if value == values[0] else "another" for value in values]
+                told = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
                 raise bad_value(what, expected=f"the same {name} on every rank of {self.name!r}", received=told)
         return rows
 
@@ -275,6 +309,29 @@ class Ranks:
             ) from error
 
 
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers, of DTensors what is here."""
+    found = {name: x.detach() for name, x in (*module.named_parameters(), *module.named_buffers())}
+    return {name: x.to_local() if isinstance(x, DTensor) else x for name, x in found.items()}
+
+
+_TRAVEL = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
+
+
+def _travelling(x: Tensor) -> Tensor:
+    """As it is, or as bytes where collectives do not know the dtype; nothing is computed with it. (n,)"""
+    return x if x.dtype in _TRAVEL else x.view(torch.uint8)
+
+
 class _Entered(torch.autograd.Function):
     """As DTensor.from_local; the sum of the gradient is waited for here, where an error of the network gets words."""
 
@@ -291,6 +348,16 @@ class _Entered(torch.autograd.Function):
 
 # torch gave it another name; the older one warns
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def fingerprint(x: Tensor) -> list[int]:
+    """Whole numbers as a few: which there are, and in which rows and columns."""
+    x = x.detach()[None] if x.dim() < 2 else x.detach()
+    sums = x.sum(-1, dtype=torch.int64).flatten(), x.flatten(0, -2).sum(0, dtype=torch.int64)
+    return [int((one * torch.arange(1, len(one) + 1, device=x.device)).sum()) for one in sums]
+
+
+_HASHED = 2**40  # larger numbers are hashes, which say nothing to a reader
 
 
 def digest(*facts: object) -> int:

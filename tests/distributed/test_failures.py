@@ -229,6 +229,7 @@ def _of_sequences(rank: int, mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
 
 ONE, OTHERS = "rank 1", "all others"
 DISAGREE = r"^ValueError: attention: expected the same {} on every rank of 'ranks', received .* on rank 0, .* on rank 1"
+TOLD = r"^ValueError: {}: expected all ranks to go on, received rank 1 of 'ranks' raised "
 SETTINGS = (
     r"^ValueError: module: expected the same {} on every rank of 'ranks', received one on rank 0, another on rank 1"
 )

@@ -56,10 +56,10 @@ class Spread:
 
     def __init__(self, method: str) -> None:
         size = dist.get_world_size()
-        shape = (2, size // 2) if method == "both" else (size, 1) if method == "heads" else (1, size)
+        shape = (size // 2, 2) if method == "both" else (1, size) if method == "heads" else (size, 1)
         self.method = "ring" if method == "both" else method
-        self.mesh: DeviceMesh = init_device_mesh("cpu", shape, mesh_dim_names=("heads", "sequence"))
-        self.heads, self.sequence = shape[0] > 1, shape[1] > 1
+        self.mesh: DeviceMesh = init_device_mesh("cpu", shape, mesh_dim_names=("sequence", "heads"))
+        self.sequence, self.heads = shape[0] > 1, shape[1] > 1
 
     def model(self, model: Decoder) -> Decoder:
         """In place: first the heads, then the sequence."""

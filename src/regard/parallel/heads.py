@@ -25,7 +25,7 @@ from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.models.parts import FeedForward
 from regard.models.text import TextModel
 from regard.parallel.alltoall import heads_of, kv_heads_of
-from regard.parallel.spread import Heads, Sequence, Sharding
+from regard.parallel.sharding import Heads, Sequence, Sharding
 from regard.parallel.wire import Ranks, digest, fingerprint
 from regard.positions import RelativeBias
 

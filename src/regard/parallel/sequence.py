@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from regard.errors import bad_type, bad_value
 from regard.models.text import TextModel
 from regard.parallel.heads import _check_both, _found, _settings
-from regard.parallel.spread import Method, Sequence, Sharding
+from regard.parallel.sharding import Method, Sequence, Sharding
 from regard.parallel.wire import Ranks
 
 __all__ = ["shard_sequence"]

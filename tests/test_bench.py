@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import pytest
+from distributed import together
 from typer.testing import CliRunner
 
 from regard import bench
@@ -29,9 +30,10 @@ def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str
     )  # fmt: skip
 
 
-def rows_of(result: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
-    assert result.returncode == 0, result.stderr
-    return {row["way"]: row for row in json.loads(result.stdout)["rows"]}
+def measured(rank: int, options: dict[str, Any]) -> dict[str, bench.Row]:
+    """`bench.distributed` in a process that has its group already."""
+    report = bench.distributed(tokens=64, head_dim=16, repeats=1, progress=False, **options)
+    return {row.way: row for row in report.rows}
 
 
 @pytest.mark.parametrize("options", [[], ["--kv-heads", "2", "--no-causal"]])
@@ -51,16 +53,29 @@ def test_kernels_as_a_table():
 
 
 def test_what_two_processes_send_is_what_the_formulas_say_and_results_are_those_of_one():
-    rows = rows_of(torchrun(2, "--heads", "4", "--kv-heads", "2", "--json"))
-    assert list(rows) == ["one process", "heads", "ring", "ring, balanced", "alltoall"]
-    alone = rows.pop("one process")
-    assert alone["sent"] == {}
-    assert alone["seconds"] > 0
-    for row in rows.values():
-        assert row["sent"] == row["formula"]
-        assert row["sent"]
-        assert row["seconds"] > 0
-        assert row["difference"] <= bench.CLOSE
+    for rows in together.run(measured, 2, {"heads": 4, "kv_heads": 2}):
+        assert list(rows) == ["one process", "heads", "ring", "ring, balanced", "alltoall"]
+        alone = rows.pop("one process")
+        assert alone.sent == {}
+        assert alone.seconds > 0
+        for row in rows.values():
+            assert row.sent == row.formula
+            assert row.sent
+            assert row.seconds > 0
+            assert row.right
+
+
+def printed(rank: int, arguments: list[str]) -> str:
+    """What the command writes in this process."""
+    return CliRunner().invoke(app, ["bench", "--distributed", *SMALL, *arguments], catch_exceptions=False).output
+
+
+def test_as_json():
+    first, second = together.run(printed, 2, ["--heads", "2", "--json"])
+    assert second == ""  # one process speaks for all
+    found = json.loads(first)
+    assert (found["ranks"], found["device"]) == (2, "cpu")
+    assert all(row["sent"] == row["formula"] and row["seconds"] > 0 for row in found["rows"])
 
 
 def test_four_processes_and_a_table():
@@ -81,13 +96,13 @@ def test_four_processes_and_a_table():
 
 
 def test_a_way_that_cannot_serve_is_shown_with_the_reason():
-    rows = rows_of(torchrun(2, "--heads", "3", "--no-causal", "--json"))
-    for way in ("heads", "alltoall"):
-        assert rows[way]["why_not"] == "3 heads do not divide by 2"
-        assert rows[way]["seconds"] is None
-    for way in ("ring", "ring, balanced"):
-        assert rows[way]["sent"] == rows[way]["formula"]
-        assert rows[way]["difference"] <= bench.CLOSE
+    for rows in together.run(measured, 2, {"heads": 3, "causal": False}):
+        for way in ("heads", "alltoall"):
+            assert rows[way].why_not == "3 heads do not divide by 2"
+            assert rows[way].seconds is None
+        for way in ("ring", "ring, balanced"):
+            assert rows[way].as_calculated
+            assert rows[way].right
 
 
 def test_outside_torchrun_it_says_what_to_run():

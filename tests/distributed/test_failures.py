@@ -324,8 +324,8 @@ WORDS: dict[str, str | dict[str, str]] = {
 
 def test_every_rank_says_what_is_wrong() -> None:
     start = time.monotonic()
-    results = together.run(refusals, SIZE, timeout=40.0)
-    assert time.monotonic() - start < 40.0  # nobody waited for the others until the end
+    results = together.run(refusals, SIZE, timeout=120.0)
+    assert time.monotonic() - start < 120.0  # nobody waited for the others until the end
     wrong = []
     for rank, told in enumerate(results):
         assert len(told) > 60
@@ -364,12 +364,12 @@ def in_both(rank: int) -> list[str]:
 
 def test_all_ranks_of_a_plane_hear_of_an_error() -> None:
     start = time.monotonic()
-    for mask, ids, short, fine in together.run(in_both, 4, timeout=40.0):
+    for mask, ids, short, fine in together.run(in_both, 4, timeout=90.0):
         assert "expected the same mask and bias" in mask
         assert "ids: expected from 0 to 4, the vocabulary, received 10" in ids
         assert "expected a text and a token at least on every rank, where heads are spread" in short
         assert fine == ""
-    assert time.monotonic() - start < 40.0
+    assert time.monotonic() - start < 90.0
 
 
 # A rank that dies

@@ -46,6 +46,17 @@ def manners(rank: int) -> dict[str, bool]:
     pairs = zip(both.parameters(), twin.parameters(), strict=True)
     told["gradients of a copy"] = all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in pairs)  # type: ignore[union-attr]
 
+    pair, right_pair = ([shaken(layer()), shaken(layer())] for _ in range(2))
+    for one in (pair, right_pair):
+        one[1].q_proj.weight = one[0].q_proj.weight  # type: ignore[union-attr]
+    for one in pair:
+        parallel.shard_sequence(one, mesh)
+    part = parallel.shard(x, mesh)
+    sum(one(part).square().sum() for one in pair).backward()
+    sum(one(x).square().sum() for one in right_pair).backward()
+    ours, theirs = (one[0].q_proj.weight.grad for one in (pair, right_pair))  # type: ignore[union-attr]
+    told["a weight of two modules"] = torch.allclose(ours, theirs, atol=1e-11)  # type: ignore[arg-type]
+
     with parallel.counting() as outer:
         with parallel.counting() as inner:
             pass
@@ -77,5 +88,5 @@ def manners(rank: int) -> dict[str, bool]:
 
 def test_manners() -> None:
     for rank, told in enumerate(together.run(manners, 2)):
-        assert len(told) == 12
+        assert len(told) == 13
         assert all(told.values()), (rank, [name for name, well in told.items() if not well])

@@ -92,7 +92,7 @@ def _spread(
         plan |= {} if part.gate is None else {"gate": ColwiseParallel()}
         parallelize_module(part, mesh, plan, src_data_rank=None)
         part.register_load_state_dict_pre_hook(_spread_plain)
-        part.register_forward_pre_hook(partial(_entering, mesh))
+        part.register_forward_pre_hook(partial(_entering, ranks, mesh))
         part.register_forward_hook(partial(_leaving, ranks))
 
 
@@ -206,9 +206,9 @@ def _spread_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
             state[prefix + name] = placed
 
 
-def _entering(mesh: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _entering(ranks: Ranks, mesh: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The input of several projections as one replicated DTensor: its gradients are summed over the ranks once."""
-    return (Ranks.of(mesh).entered(inputs[0], mesh), *inputs[1:])
+    return (ranks.entered(inputs[0], mesh), *inputs[1:])
 
 
 def _leaving(ranks: Ranks, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class _SomeHeads(ParallelStyle):
             local = output.to_local(grad_placements=[Partial()]).unflatten(-1, (-1, self.width))
             return local[..., self.heads, :].flatten(-2)
 
-        module.register_forward_pre_hook(partial(_entering, device_mesh))
+        module.register_forward_pre_hook(partial(_entering, Ranks.of(device_mesh), device_mesh))
         module.register_forward_hook(leave)
         return module
 

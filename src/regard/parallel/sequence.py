@@ -79,15 +79,16 @@ def shard_sequence(
     return module
 
 
+# Which parameters have been seen to, and over which group: modules may share some. Not on the parameter itself, whose
+# attributes go along into copies, while hooks do not.
+_SUMMED = WeakIdKeyDictionary()
+
+
 class _Sums:
     """Before each forward pass of the module: every parameter's gradient will be summed over the ranks."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.seen = WeakIdKeyDictionary()  # the parameters
-
-    def __deepcopy__(self, memo: Any) -> _Sums:
-        return _Sums(self.ranks)  # of other parameters
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for one in module.modules():
@@ -96,9 +97,9 @@ class _Sums:
                                 received="sum_gradients=True",
                                 remedy="fully_shard over a mesh that has the sequence's ranks in it")  # fmt: skip
         for parameter in module.parameters():
-            if parameter.requires_grad and parameter not in self.seen:
+            if parameter.requires_grad and _SUMMED.get(parameter) is not self.ranks.group:
                 parameter.register_hook(self._sum)
-                self.seen[parameter] = True
+                _SUMMED[parameter] = self.ranks.group
 
     def _sum(self, gradient: Tensor) -> Tensor:
         if gradient.is_sparse:

@@ -127,7 +127,7 @@ class Sharding:
             check()
             return Spread(self)
         rows = self._agreed("attention", _FACTS, facts, _LENGTHS, seed is not None)
-        seed = None if seed is None else seed.new_full((1,), self._first(rows[0]["seed"]))
+        seed = None if seed is None else seed.new_full((1,), rows[0]["seed"])
         return Spread(self, seed=seed) if self.sequence is None else self._place(rows, key is query, positions, seed)
 
     def _agreed(
@@ -154,7 +154,8 @@ class Sharding:
         def told() -> dict[str, int]:
             if error is not None:
                 raise error
-            return facts()
+            row = facts()
+            return {**row, "seed": rows[0]["seed"]} if rows and "seed" in row else row  # (the first one's, on all)
 
         for ranks, differ in groups:
             try:
@@ -166,11 +167,6 @@ class Sharding:
         if error is not None:
             raise error
         return rows
-
-    def _first(self, seed: int) -> int:
-        """The seed of the sequence's first rank; where heads are spread, too, that of their first."""
-        both = self.heads is not None and self.sequence is not None
-        return self.heads.ranks.first(seed) if both else seed  # type: ignore[union-attr]
 
     @contextmanager
     def refusing(self) -> Iterator[None]:

@@ -351,8 +351,14 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 
 
 def fingerprint(x: Tensor) -> list[int]:
-    """Whole numbers as a few: which there are, and in which rows and columns."""
-    x = x.detach()[None] if x.dim() < 2 else x.detach()
+    """Whole numbers as a few: which there are, and in which rows and columns.
+
+    >>> fingerprint(torch.tensor([[1, 0], [0, 1]])) == fingerprint(torch.tensor([[1, 1], [0, 0]]))
+    False
+    >>> fingerprint(torch.tensor(5))
+    [5, 5]
+    """
+    x = x.detach()[(None,) * max(0, 2 - x.dim())]
     sums = x.sum(-1, dtype=torch.int64).flatten(), x.flatten(0, -2).sum(0, dtype=torch.int64)
     return [int((one * torch.arange(1, len(one) + 1, device=x.device)).sum()) for one in sums]
 

@@ -4,16 +4,19 @@
 #   CONSTRAINTS  versions to install under; empty for none              make CONSTRAINTS= test
 #   ARGS         more arguments for pytest                              make test ARGS="-k causal -x"
 #   WORKERS      how many processes share the tests, one thread each    make test WORKERS=4
+#   MINUTES      how long `make fuzz` goes on                           make fuzz MINUTES=60
 #   SENTENCE     what `make look` looks at                              make look SENTENCE="time flies like an arrow"
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
 WORKERS ?= 2
+MINUTES ?= 10
 
 VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip -qq --disable-pip-version-check --no-input
+PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 INSTALL := $(PIP) install --progress-bar off $(if $(CONSTRAINTS),-c "$(CONSTRAINTS)")
 
 # Relative paths alone are used below, so the folder's own path may hold spaces.
@@ -23,11 +26,14 @@ SHELL := /bin/sh
 MAKEFLAGS += --no-builtin-rules
 .NOTPARALLEL:
 
-.PHONY: help look test lint sanitize bench clean
+.PHONY: help look test test-slow test-all test-levels fuzz lint sanitize bench clean
 
 help:
 	@echo "make look      show what the heads of a real model attend to    (SENTENCE=\"...\")"
 	@echo "make test      run the tests                                    (ARGS=\"-k causal -x\", WORKERS=2)"
+	@echo "make test-all  the same, and the slow ones that repeat what quicker ones show"
+	@echo "make test-levels  the numerical tests again, as on CPUs with fewer instructions"
+	@echo "make fuzz      random examples, new ones in every round         (MINUTES=10)"
 	@echo "make lint      check style, formatting, import order of rooms, types"
 	@echo "make sanitize  run the native kernel's tests under AddressSanitizer and UBSan"
 	@echo "make bench     measure the kernel, the layer and the models beside their peers, looking and pruning"
@@ -37,7 +43,28 @@ look: $(VENV)/.installed-cli $(VENV)/.installed-weights
 	@$(RUN) -m regard look "$${SENTENCE:-The cat that I saw yesterday ran away}" --html look.html
 
 test: $(VENV)/.installed-test $(VENV)/.installed-weights $(VENV)/.browser
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.installed-test $(VENV)/.installed-weights $(VENV)/.browser
+	$(PYTEST) -m slow $(ARGS)
+
+test-all: test test-slow
+
+# What computes, once more for each instruction set below the machine's own: torch's by ATEN_CPU_CAPABILITY, ours by REGARD_ISA.
+NUMERICAL := tests/kernels tests/conformance tests/test_measures.py tests/test_conventions.py
+test-levels: $(VENV)/.installed-test
+	ATEN_CPU_CAPABILITY=default REGARD_ISA=portable $(PYTEST) -m "not slow" $(NUMERICAL) $(ARGS)
+	if grep -qw avx2 /proc/cpuinfo; then \
+	  ATEN_CPU_CAPABILITY=avx2 REGARD_ISA=avx2 $(PYTEST) -m "not slow" $(NUMERICAL) $(ARGS); fi
+
+# Rounds of the tests that draw examples, each round from its own seed, until the time is over or one fails. pytest prints the
+# seed and the example; `--hypothesis-seed` repeats a round.
+fuzz: $(VENV)/.installed-test
+	@end=$$(($$(date +%s) + 60 * $(MINUTES))); \
+	while [ $$(date +%s) -lt $$end ]; do \
+	  seed=$$(od -An -N4 -tu4 /dev/urandom | tr -d ' '); echo "== --hypothesis-seed=$$seed"; \
+	  REGARD_HYPOTHESIS=fuzz $(PYTEST) -q -m hypothesis --hypothesis-seed=$$seed $(ARGS) || exit 1; \
+	done
 
 # Every check runs, so that one run tells all there is to mend; the target fails if any of them did.
 lint: $(VENV)/.installed-lint

@@ -1,10 +1,33 @@
-"""Shared by all tests."""
+"""Shared by all tests: what makes a run repeatable, and a machine without the native kernel."""
 
 from __future__ import annotations
 
+import os
+import random
+
 import pytest
+import torch
+from hypothesis import HealthCheck, settings
 
 from regard.kernels import library
+
+# `make test` draws the same examples every time and remembers none; `make fuzz` draws others in every round.
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("fuzz", settings.get_profile("repeatable"), derandomize=False, print_blob=True)
+settings.load_profile(os.environ.get("REGARD_HYPOTHESIS", "repeatable"))
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """What a test draws does not depend on the tests before it, nor on which process runs it."""
+    random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture

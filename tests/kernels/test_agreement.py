@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from regard import kernels
 from regard.kernels import blockwise, fused, reference
 
-EXAMPLES = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+EXAMPLES = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FEWER = settings(EXAMPLES, max_examples=60)
 STRIDES = st.sampled_from(["plain", "transposed", "gaps", "columns"])
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])

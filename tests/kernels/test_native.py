@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     library.load() is None, reason=f"the native kernel is not here: {library.why_not() or ''}"
 )
 
-EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 STRIDES = st.sampled_from(["plain", "transposed", "gaps", "columns"])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EVERY = ["entropy", "peak", "distance", "offset", Offsets(5, 3), "received", "on_first", Heatmap(7, 5)]

@@ -22,7 +22,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_a_call_taken_apart_and_put_together_is_the_same(case: Case) -> None:
     call = case.call()
@@ -32,7 +32,7 @@ def test_a_call_taken_apart_and_put_together_is_the_same(case: Case) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None)
 @given(cases())
 def test_the_operator_keeps_torchs_rules(case: Case) -> None:
     """torch's own checks: schema, fake tensors, autograd registration, compilation with dynamic shapes."""

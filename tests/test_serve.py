@@ -666,6 +666,58 @@ def test_our_own_mistake_is_told_and_logged_and_the_next_job_runs(caplog):
         assert client.until(client.look("the cat"))["state"] == "done"
 
 
+class Panic(BaseException):
+    """As what a tokenizer in Rust raises where it gives up: no `Exception`."""
+
+
+@pytest.mark.parametrize("raised", [Panic, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_whatever_a_job_raises_it_fails_in_words_and_the_next_one_is_served(jobs, caplog, raised):
+    model = tiny()
+
+    def gives_up(*_: Any) -> None:
+        raise raised("the regex gave up")
+
+    queue = jobs(model)
+    broken = model.get_submodule("blocks.1").register_forward_pre_hook(gives_up)
+    first, waiting = queue.add(Ask("the cat", "tiny")), queue.add(Ask("the cat ran", "tiny"))
+    for job in (first, waiting):
+        assert (over(job).state, job.said) == ("failed", f"the model failed: {raised.__name__}: the regex gave up")
+    assert "a look failed" in caplog.text
+    broken.remove()
+    assert over(queue.add(Ask("the cat", "tiny"))).state == "done"
+
+
+def test_a_tokenizer_that_panics_fails_its_job_in_words_and_the_next_one_is_served(jobs):
+    model = tiny()
+    queue, cut = jobs(model), model.tokenizer.pre_tokenizer
+    model.tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+(?!a)$|(a|aa)+b"), "isolated")
+    job = over(queue.add(Ask("a" * 60 + "c", "tiny")))
+    assert job.state == "failed"
+    assert job.said.startswith("text: expected one that the tokenizer can cut, received one of 61 characters at which it")
+    model.tokenizer.pre_tokenizer = cut
+    assert over(queue.add(Ask("the cat", "tiny"))).state == "done"
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
+def test_what_ends_a_program_ends_the_server(monkeypatch, raised):
+    """In the main thread, as Ctrl-C and `sys.exit` are; in a job's thread they end the job alone."""
+    begun = threading.Event()
+    monkeypatch.setattr(door.uvicorn.Server, "startup", lambda *_, **__: ended())
+
+    async def ended() -> None:
+        begun.set()
+        raise raised
+
+    with door.bound("127.0.0.1", 0) as listening:
+        app = regard.serve.application({"tiny": tiny()}, port=listening.getsockname()[1])
+        if raised is SystemExit:
+            with pytest.raises(SystemExit):
+                door.run(app, listening)
+        else:
+            door.run(app, listening)  # (Ctrl-C is how it is meant to end)
+    assert begun.is_set()
+
+
 def test_a_mistake_in_a_route_is_answered_without_its_traceback_and_serving_goes_on(monkeypatch, caplog):
     with served({"tiny": tiny()}) as client:
         with monkeypatch.context() as patch:

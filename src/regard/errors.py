@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["bad_type", "bad_value", "missing_extra", "shape_of"]
+__all__ = ["bad_type", "bad_value", "is_panic", "missing_extra", "shape_of"]
 
 
 def _sentence(what: str, expected: str, received: object, remedy: str) -> str:
@@ -35,6 +35,12 @@ def bad_type(what: str, *, expected: str, received: object, remedy: str = "") ->
 def missing_extra(package: str, extra: str) -> ImportError:
     """The error for an optional dependency that is not installed, naming the extra that brings it."""
     return ImportError(f"{package} is not installed; it comes with: pip install 'regard[{extra}]'")
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether it is a panic of a library written in Rust (tokenizers, safetensors), which `except Exception` lets
+    through: pyo3 makes it a `BaseException`, of a class that cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 def shape_of(tensor: Tensor) -> str:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from regard.models import Batch, Decoder, Encoder, ModelConfig
-from regard.models.text import padded
+from regard.models.text import padded, tokenizing
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers, which cuts text, is not installed")
 
@@ -71,6 +71,24 @@ def test_decode(ids: Any) -> None:
 
 def test_decode_with_special_tokens() -> None:
     assert new().decode([1, 4, 2], skip_special=False) == "[CLS] to [SEP]"
+
+
+def test_a_tokenizer_that_panics_is_an_error_in_words() -> None:
+    model = new()
+    model.tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+        tokenizers.Regex("(a+)+(?!a)$|(a|aa)+b"), "isolated"
+    )
+    assert model.encode("ab").tolist() == [[1, 3, 2]]
+    words = r"text: expected one that the tokenizer can cut, received one of 61 characters at which it gives up \(Onig"
+    for call in (model.encode, model.tokenize, lambda text: model.encode_batch(["a", text])):
+        with pytest.raises(ValueError, match=words):
+            call("a" * 60 + "c")
+
+
+@pytest.mark.parametrize("other", [KeyboardInterrupt, SystemExit, KeyError])
+def test_tokenizing_lets_others_through(other: type[BaseException]) -> None:
+    with pytest.raises(other), tokenizing("text"):
+        raise other
 
 
 def test_decode_of_nothing() -> None:

@@ -23,6 +23,7 @@ from regard.heads.corpus import evaluating, run
 from regard.measures import MeasureLike
 from regard.models import Decoder
 from regard.models.generation import Rules, tokens
+from regard.models.text import tokenizing
 
 __all__ = ["look", "read"]
 
@@ -182,10 +183,12 @@ def _encoded(tokenizer: Any, parts: tuple[str, ...], is_target: bool = False) ->
     """What a tokenizer makes of a text, as named tensors."""
     if callable(tokenizer):  # of transformers, or like it
         options: dict[str, Any] = {"text_target" if is_target else "text": parts[0], "return_tensors": "pt"}
-        made: Any = tokenizer(**options, **({"text_pair": parts[1]} if parts[1:] else {}))
+        with tokenizing("".join(parts)):
+            made: Any = tokenizer(**options, **({"text_pair": parts[1]} if parts[1:] else {}))
         return dict(made)
     if hasattr(tokenizer, "encode") and hasattr(tokenizer, "id_to_token"):  # of tokenizers
-        return {"input_ids": torch.tensor([tokenizer.encode(*parts).ids])}
+        with tokenizing("".join(parts)):
+            return {"input_ids": torch.tensor([tokenizer.encode(*parts).ids])}
     raise bad_type("tokenizer", expected="one of transformers or of tokenizers", received=type(tokenizer).__name__)
 
 

@@ -21,6 +21,7 @@ from regard.heads.attention import output_weight
 from regard.heads.corpus import evaluating
 from regard.heads.table import PerHead, Table
 from regard.heads.watch import watch
+from regard.models.text import tokenizing
 
 __all__ = ["Attribution", "attribution"]
 
@@ -154,7 +155,8 @@ def _encoded(model: nn.Module, text: str, tokenizer: Any, special: bool = True) 
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     if tokenizer is None:
         raise bad_value("tokenizer", expected="one, for the model has none of its own", received="none")
-    encoded = tokenizer.encode(text, add_special_tokens=special)
+    with tokenizing(text):
+        encoded = tokenizer.encode(text, add_special_tokens=special)
     return list(getattr(encoded, "ids", encoded))
 
 

@@ -33,6 +33,7 @@ from regard.heads.corpus import evaluating
 from regard.heads.progress import track
 from regard.heads.treebank import Sentence
 from regard.heads.watch import watch
+from regard.models.text import tokenizing
 
 __all__ = ["Question", "Row", "Syntax", "Tally", "answered", "report", "syntax", "words_from_pieces"]
 
@@ -422,9 +423,11 @@ def _pieces(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]
         if not tokenizer.is_fast:
             raise bad_type("tokenizer", expected="a fast one, which knows where its pieces are",
                            received=type(tokenizer).__name__, remedy="AutoTokenizer.from_pretrained(...)")  # fmt: skip
-        encoding = tokenizer(text, return_offsets_mapping=True)
+        with tokenizing(text):
+            encoding = tokenizer(text, return_offsets_mapping=True)
         return encoding["input_ids"], encoding["offset_mapping"]
-    encoding = tokenizer.encode(text)
+    with tokenizing(text):
+        encoding = tokenizer.encode(text)
     if not hasattr(encoding, "offsets"):
         raise bad_type("tokenizer", expected="a tokenizers.Tokenizer, or a fast tokenizer of transformers",
                        received=type(tokenizer).__name__)  # fmt: skip

@@ -5,14 +5,14 @@ Letters: B texts, N tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from regard.errors import bad_type, bad_value, shape_of
+from regard.errors import bad_type, bad_value, is_panic, shape_of
 from regard.linear import packed
 from regard.models.config import ModelConfig
 from regard.models.parts import read_together
@@ -20,7 +20,20 @@ from regard.models.parts import read_together
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["Batch", "TextModel", "padded"]
+__all__ = ["Batch", "TextModel", "padded", "tokenizing"]
+
+
+@contextmanager
+def tokenizing(text: str) -> Iterator[None]:
+    """Within it, a tokenizer that panics (its regular expression gives up) raises a `ValueError` in words."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise bad_value("text", expected="one that the tokenizer can cut",
+                        received=f"one of {len(text)} characters at which it gives up ({error})",
+                        remedy="shorter parts of it") from error  # fmt: skip
 
 
 class Batch(NamedTuple):
@@ -140,7 +153,8 @@ class TextModel(nn.Module):
     def _tokenize(self, text: str):
         if not isinstance(text, str):
             raise bad_type("text", expected="a string", received=type(text).__name__)
-        return self._need_tokenizer().encode(text)
+        with tokenizing(text):
+            return self._need_tokenizer().encode(text)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -151,18 +151,17 @@ class Jobs:
             return job
 
     def _do(self, job: Job) -> None:
-        """Compute one. What the asker got wrong is said to him; what we got wrong also goes to the log."""
+        """Compute one. What the asker got wrong is said to him; what we got wrong also goes to the log. Nothing that a
+        job raises may end this thread: there is no other."""
         try:
-            result = self._looked(job)
+            self._keep(job, self._looked(job))
         except Stopped as why:
             job.end("stopped", str(why))
         except (ValueError, TypeError, ImportError, OSError) as error:
             job.end("failed", str(error))
-        except Exception as error:
+        except BaseException as error:  # (a panic of a tokenizer is no `Exception`; Ctrl-C goes to the main thread)
             log.exception("a look failed")
             job.end("failed", f"the model failed: {type(error).__name__}: {str(error)[:200]}")
-        else:
-            self._keep(job, result)
 
     def _looked(self, job: Job) -> Result:
         ask, first = job.ask, 0.0 if self.shelf.ready(job.ask.model) else LOADING

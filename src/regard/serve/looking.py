@@ -15,6 +15,7 @@ from regard.draw.page.pack import Packed, codes, packed
 from regard.draw.scene import Panel, Scene
 from regard.errors import bad_value
 from regard.heads import Record
+from regard.models.text import tokenizing
 from regard.serve.asking import Ask, Limits
 
 __all__ = ["Result", "cropped", "looked", "unpacked"]
@@ -81,7 +82,8 @@ def _check_length(model: Any, tokenizer: Any, ask: Ask, limits: Limits) -> None:
 def _count(model: Any, tokenizer: Any, text: str) -> int:
     if tokenizer is None:
         return model.encode(text).shape[1]
-    made: Any = tokenizer(text) if callable(tokenizer) else tokenizer.encode(text)
+    with tokenizing(text):
+        made: Any = tokenizer(text) if callable(tokenizer) else tokenizer.encode(text)
     return len(made["input_ids"] if callable(tokenizer) else made.ids)  # of transformers, or of tokenizers
 
 

@@ -194,6 +194,8 @@ def _heading(scene: Scene, screen: Screen) -> list[str]:
     for labels in {id(side): side for panel in scene for side in (panel.keys, panel.queries)}.values():
         if labels != Labels.numbers(len(labels)):
             lines.append(screen.fit(" ".join(labels.text[: screen.width]), screen.width))
+    if scene.record.unseen:
+        lines += _wrapped(f"Not seen: {scene.record.unseen_names()}. The record's `unseen` says why.", screen)
     return lines + _which(scene[0], screen)
 
 

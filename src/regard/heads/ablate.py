@@ -110,7 +110,8 @@ class ablate(Changes):
         missed = [layer for layer in self.heads if layer not in self.met]
         if error is None and missed:
             ran = ", ".join(self.order) or "none ran in the block"
-            raise bad_value("heads", expected=f"layers of the model: {ran}", received=", ".join(map(repr, missed)))
+            why = [f"{layer!r} ({self.unseen[layer]})" if layer in self.unseen else repr(layer) for layer in missed]
+            raise bad_value("heads", expected=f"layers of the model: {ran}", received=", ".join(why))
 
     def change(self, attention: Attention, output: Tensor) -> Tensor:
         which = self._chosen(attention)

@@ -327,7 +327,8 @@ class Layer:
 
 class Record:
     """What `watch` saw. `seen.layers` are the names, in the order in which they were called; `seen[name]`, or by
-    number, is one `Layer`. `seen.tokens` may be set to the text's tokens, in words: pictures are labelled with them.
+    number, is one `Layer`. `seen.unseen` names the layers that computed attention which the watch could not read, each
+    with the reason. `seen.tokens` may be set to the text's tokens, in words: pictures are labelled with them.
 
     In a notebook a record shows itself, as a page."""
 
@@ -335,6 +336,7 @@ class Record:
 
     def __init__(self) -> None:
         self.by_name: dict[str, Layer] = {}
+        self.unseen: dict[str, str] = {}  # layers that computed attention which could not be read: why, in words
         self.tokens: Any = None  # a list; a list for each text of a batch; or a pair of source and target
         self.generated: str | None = None  # what the model wrote, where `look` had it
 
@@ -377,7 +379,13 @@ class Record:
     def __repr__(self) -> str:
         kinds = [layer.kind for layer in self]
         cross = f", {kinds.count('cross')} of them cross" if "cross" in kinds else ""
-        return f"Record of {len(kinds)} layers{cross}"
+        unseen = f"; not seen: {self.unseen_names()}" if self.unseen else ""
+        return f"Record of {len(kinds)} layers{cross}{unseen}"
+
+    def unseen_names(self, most: int = 5) -> str:
+        """The names of the layers that could not be read, `most` of them and how many more."""
+        names = list(self.unseen)
+        return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
     def rollout(self) -> Tensor:
         """Attention rollout (Abnar & Zuidema 2020) through the layers of self attention, (B, N, N): how much of each

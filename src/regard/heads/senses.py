@@ -65,6 +65,8 @@ class Senses:
         self.busy = False  # one attention is being computed: what it is made of is not another one
         self.hands = Hands()
         self.pending: list[Weighed] = []
+        self.unseen: dict[str, str] = {}  # layers that computed attention which could not be read: why, in words
+        self._unseen_in: dict[str, int] = {}  # in which outermost call of the model each was first met
 
     # What subclasses do
 
@@ -74,6 +76,12 @@ class Senses:
     def change(self, attention: Attention, output: Tensor) -> Tensor:
         """The outputs (B, H, N, E) of its heads, or others in their place."""
         return output
+
+    def not_seen(self, name: str, reason: str) -> None:
+        """A layer computed attention that could not be read. The first reason given for a layer is kept."""
+        if name not in self.unseen:
+            self.unseen[name] = reason
+            self._unseen_in[name] = self.frames.forwards
 
     # Beginning and end
 
@@ -323,6 +331,8 @@ class Senses:
     def _failed(self) -> None:
         """An outermost call raised: what it began is not told of."""
         self.pending.clear()
+        for name in [name for name, forward in self._unseen_in.items() if forward == self.frames.forwards]:
+            del self.unseen[name], self._unseen_in[name]
 
     def _left(self, frame: Frame) -> None:
         """A module ends: what was not told by then is told by the best that is known."""

@@ -34,6 +34,8 @@ def save(record: Record, path: str | PathLike[str]) -> None:
         for name, tensor in _tensors(layer).items():
             tensors[f"{number}/{name}"] = tensor.detach().cpu().contiguous().clone()
     about = {"version": VERSION, "layers": layers}
+    if record.unseen:
+        about["unseen"] = record.unseen
     if record.tokens is not None:
         about |= {"tokens": record.tokens, "pair": isinstance(record.tokens, tuple)}
     write(tensors, str(path), metadata={"regard.record": json.dumps(about)})
@@ -59,6 +61,7 @@ def load(path: str | PathLike[str]) -> Record:
     for number, layer in enumerate(about["layers"]):
         own = {name.partition("/")[2]: x for name, x in tensors.items() if name.partition("/")[0] == str(number)}
         record.by_name[layer["name"]] = _layer(layer, own)
+    record.unseen = dict(about.get("unseen", {}))
     record.tokens = tuple(about["tokens"]) if about.get("pair") else about.get("tokens")
     return record
 

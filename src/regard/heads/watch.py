@@ -41,7 +41,8 @@ class watch(Senses):
 
     Gives a `Record`. Outputs and gradients are those of the model unwatched, to rounding (the fast path of
     `nn.TransformerEncoder` is off, so outputs at padding differ), and random numbers are the same. Everything is put
-    back when the block ends, whatever happened in it. A watch that saw nothing raises, and says why.
+    back when the block ends, whatever happened in it. A watch that saw nothing raises, and says why. A layer that
+    computed attention which could not be read is named in `seen.unseen`, with the reason.
 
     >>> import regard
     >>> layer = regard.MultiHeadAttention(16, num_heads=2)
@@ -74,6 +75,7 @@ class watch(Senses):
         self.keep, self.layers = keep, layers
         self.chosen = _chooser(layers)
         self.record = Record()
+        self.record.unseen = self.unseen  # one and the same
         self.refused: set[str] = set()  # layers that were seen and not wanted
         self.places = Places()
         self.inside = False
@@ -125,6 +127,10 @@ class watch(Senses):
             layer.uniform = Layer(name, attention.kind, self.baselines)
         self._baseline(layer.uniform, attention, text, numbers, goes_on, again)
         _add(layer, text, piece, goes_on, again)
+
+    def not_seen(self, name: str, reason: str) -> None:
+        if self.chosen(name):
+            super().not_seen(name, reason)
 
     def _baseline(
         self, uniform: Layer, attention: Attention, text: Text, numbers: Tensor, goes_on: bool, again: bool
@@ -207,6 +213,9 @@ class watch(Senses):
             why = "the model was compiled or exported, which shows nothing; watch the model that it was made of"
         else:
             why = "the model ran, and computed no attention that a watch knows (flex_attention shows nothing)"
+        if self.unseen:
+            why = "; ".join(f"{name}: {reason}" for name, reason in list(self.unseen.items())[:3])
+            why += f"; and {len(self.unseen) - 3} more" if len(self.unseen) > 3 else ""
         return ValueError(f"watch: expected attention inside the block, saw none: {why}")
 
 

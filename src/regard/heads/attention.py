@@ -19,6 +19,7 @@ from regard.masks import Causal, Keep, Mask
 
 __all__ = [
     "Attention",
+    "Projection",
     "evened",
     "from_huggingface",
     "from_sdpa",
@@ -27,6 +28,76 @@ __all__ = [
     "whole_parameter",
     "with_additive_mask",
 ]
+
+
+@dataclass
+class Projection:
+    """The output projection of one attention, and what was seen of it when it ran.
+
+    The heads' outputs enter it side by side, (B, N, H * E); or, in between, a gate or a norm made something else of
+    them. Either way each head has its slice of what enters, and what the slices add sums to what comes out."""
+
+    weight: Tensor  # (W, H * E)
+    bias: Tensor | None = None  # (W,)
+    unknown: str = "one that was not seen to run"  # why it is not known what each head adds; "" where it is
+    plain: bool = False  # whether the heads' outputs entered as they are
+    entered: Tensor | None = None  # (B, H, N, E): what entered, where it is something else and `keep` was asked for
+    heads: Tensor | None = None  # (B, H, N, E): the heads' outputs, until it has run
+
+    @staticmethod
+    def inside(weight: Tensor, bias: Tensor | None) -> Projection:
+        """One that the attention function itself applies to the heads' outputs."""
+        return Projection(weight, bias, unknown="", plain=True)
+
+    def ran(self, entered: object, result: object, *, alone: bool, keep: bool) -> None:
+        """It was given `entered` and gave `result`; `alone`: no other attention's heads entered with these."""
+        heads, self.heads = self.heads, None
+        if not alone:
+            self.unknown = "one that several attentions enter together"
+            return
+        if heads is None or not isinstance(entered, Tensor) or not isinstance(result, Tensor):
+            return
+        parts = _in_heads(entered.detach(), heads)
+        if parts is None:
+            self.unknown = f"one that was given {tuple(entered.shape)} after heads of {tuple(heads.shape)}"
+            return
+        if not _is_linear(entered.detach(), result.detach(), self.weight, self.bias):
+            self.unknown = "one whose result is not its weight times what it was given"
+            return
+        self.unknown, self.plain = "", _same_numbers(parts, heads)
+        if keep and not self.plain:
+            self.entered = parts.clone()
+
+
+def _in_heads(entered: Tensor, heads: Tensor) -> Tensor | None:
+    """What entered a projection, (B, N, H * E) or flatter, as (B, H, N, E); None where it is not made of these."""
+    batch, count, n, width = heads.shape
+    if entered.shape[-1] != count * width or entered.numel() != heads.numel():
+        return None
+    if entered.shape[:-1] == (n, batch) and n != batch:  # the batch second
+        return entered.unflatten(-1, (count, width)).permute(1, 2, 0, 3)
+    return entered.reshape(batch, n, count, width).transpose(1, 2)
+
+
+def _same_numbers(entered: Tensor, heads: Tensor) -> bool:
+    close = 4 * torch.finfo(entered.dtype).eps
+    return torch.allclose(entered, heads.to(entered.dtype), rtol=close, atol=0.0, equal_nan=True)
+
+
+def _is_linear(entered: Tensor, result: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a result is `weight` times what was given, and `bias`, but for rounding."""
+    if result.shape != (*entered.shape[:-1], weight.shape[0]) or not result.is_floating_point():
+        return False
+    wide = torch.promote_types(torch.promote_types(entered.dtype, weight.dtype), torch.float32)
+    with torch.autocast(entered.device.type, enabled=False):
+        x, w = entered.to(wide), weight.to(wide)
+        expected = x @ w.mT
+        size = x.norm(dim=-1, keepdim=True) * w.norm(dim=1)  # no product is larger
+        if bias is not None:
+            expected, size = expected + bias.to(wide), size + bias.to(wide).abs()
+        eps = max(torch.finfo(x.dtype).eps for x in (entered, result))
+        off = (result.to(wide) - expected).abs() > 32 * eps * size
+        return not bool((off & expected.isfinite()).any())
 
 
 @dataclass
@@ -42,7 +113,7 @@ class Attention:
     weights: Tensor | None = None
     ids: Tensor | None = None  # (1|B, N)
     out_weight: Tensor | None = None  # (W, H * E)
-    out_bias: Tensor | None = None  # (W,)
+    projection: Projection | None = None  # the output projection, where it is known
     input: Tensor | None = None  # (B, N, W): what queries are made of, where it is known
     output: Tensor | None = None  # (B, H, N, E), where it is known
     values: Tensor | None = None  # (..., M, E) of attention by hand, where they are known, in its own order of axes
@@ -181,13 +252,16 @@ def from_huggingface(
     )
 
 
+PROJECTIONS = ("out_proj", "o_proj", "c_proj", "dense", "out_lin", "o", "proj", "Wo", "wo", "attention_out")  # names
+
+
 def output_projection(
     module: nn.Module, heads: int, width: int, *, parent: nn.Module | None = None
 ) -> nn.Module | None:
     """The output projection of an attention, by the names that are common for it: of the module itself, or, where that
     has none (BERT), of `output` beside it in its parent; None where it is not known."""
     for owner in (module, getattr(parent, "output", None)):
-        for name in ("out_proj", "o_proj", "c_proj", "dense", "out_lin", "o"):
+        for name in PROJECTIONS:
             projection = getattr(owner, name, None)
             weight = getattr(projection, "weight", None)
             if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():

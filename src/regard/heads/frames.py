@@ -33,6 +33,7 @@ class Frame:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     parent: Frame | None = None  # the call that made this one
+    output: Any = None  # once it has ended
 
     def given(self, name: str) -> Any:
         """An argument of the call by its name, wherever it stands; None where there is none."""
@@ -158,6 +159,8 @@ class Frames:
         # A module that raised before its hooks ran leaves its frame behind: drop everything above the one that ends.
         while self.stack:
             frame = self.stack.pop()
+            if frame.module is module:
+                frame.output = output
             if self.on_exit is not None:
                 self.on_exit(frame)
             if frame.module is module:

@@ -36,7 +36,6 @@ class Layer:
         self.texts = 0
         self.sums: dict[str, Tensor] = {}
         self.before: dict[str, Any] = {}  # how many queries (H,) those sums are over; "" those that see a key
-        self.projection: tuple[Tensor, Tensor | None] | None = None  # weight (W, H * E), bias (W,); if known
         self.uniform: Layer | None = None  # what equal weights on all visible keys would give, as one head
         self._last: dict[str, Any] | None = None
         self._means: dict[str, Any] | None = None
@@ -77,8 +76,17 @@ class Layer:
         """What was measured in the last text."""
         if self._last is None:
             assert self.text is not None
-            self._last = joined(self.text, self.measures)
+            gated = {name for one in self.measures if self._is_gated(one) for name in one.gives}
+            values = joined(self.text, self.measures)
+            self._last = {name: value for name, value in values.items() if name not in gated}
         return self._last
+
+    def _is_gated(self, measure: Measure) -> bool:
+        """Whether a measure took the layer's projection for what values go through, and more became of the heads'
+        outputs before it: a gate, a norm; or nobody saw."""
+        if not measure.needs_out_weight or getattr(measure, "out_weight", None) is not None or self.text is None:
+            return False
+        return any(piece.projection is not None and not piece.projection.plain for piece in self.text.pieces)
 
     def _sums(self) -> dict[str, tuple[Tensor, Tensor]]:
         if self._added is None:
@@ -177,6 +185,9 @@ class Layer:
         if name in self.axes:
             one = next(one for one in self.measures if name in one.gives)
             needs = "the output projection's weight and the values"
+            if self._is_gated(one):
+                needs = "heads' outputs that enter the output projection as they are, and "
+                needs += self._unprojected() or "a gate or a norm is between them"
             if one.needs_ids:
                 needs = "token ids, and none were found among the model's inputs"
             raise AttributeError(f"{name!r} was not measured in {self.name}: it needs {needs}")
@@ -290,15 +301,47 @@ class Layer:
         assert self.text is not None
         return _whole("v", list(self.text.values) or [None])
 
+    @property
+    def projection(self) -> tuple[Tensor, Tensor | None] | None:
+        """The weight (W, H * E) and bias (W,) of the output projection, where `projected` knows what each head adds."""
+        if self._unprojected() or not self.keeps_output:
+            return None
+        assert self.text is not None
+        found = self.text.pieces[0].projection
+        assert found is not None
+        return found.weight, found.bias
+
+    @property
+    def keeps_output(self) -> bool:
+        """Whether `output` is there."""
+        return self.text is not None and all(piece.output is not None for piece in self.text.pieces)
+
+    def _unprojected(self) -> str:
+        """Why it is not known what each head adds, in words; "" where it is."""
+        assert self.text is not None
+        why = ["none by a known name" if p.projection is None else p.projection.unknown for p in self.text.pieces]
+        return next((words for words in why if words), "")
+
     def projected(self, rows: slice | None = None) -> Tensor:
-        """What each head adds to the layer's output, its slice of the output projection applied: (B, H, N, W). Their
-        sum, and the projection's bias, are the output. Needs keep="qkv", and a projection that is known by name."""
-        if self.projection is None:
-            raise bad_value("projected", expected="an output projection that is known by its name", received="none",
-                            remedy='watch(model, keep="qkv") of a model that has one')  # fmt: skip
-        weight, output = self.projection[0], self.output[:, :, slice(None) if rows is None else rows]
+        """What each head adds to the layer's output: its slice of what entered the output projection, times its slice
+        of the weight, (B, H, N, W). Their sum, and the projection's bias, are what the projection gave.
+
+        What entered are the heads' outputs, or what a gate or a norm made of them. (Where a norm is over all heads, its
+        scale is that of all of them.) Needs keep="qkv", and a projection that is known by its name and was seen to
+        run."""
+        assert self.text is not None
+        self.output  # noqa: B018 (refused in words where it was not kept)
+        why = self._unprojected()
+        if why:
+            raise bad_value("projected", expected="an output projection (W, H * E) that the heads of this layer enter",
+                            received=why)  # fmt: skip
+        parts: list[Tensor] = []
+        for piece in self.text.pieces:
+            assert piece.projection is not None and piece.output is not None
+            parts.append(piece.output if piece.projection.entered is None else piece.projection.entered)
+        weight = self.text.pieces[0].projection.weight  # type: ignore[union-attr]
         slices = weight.unflatten(1, (self.heads, -1)).permute(1, 2, 0)  # (H, E, W)
-        return output.to(slices.dtype) @ slices
+        return torch.cat(parts, 2)[:, :, slice(None) if rows is None else rows].to(slices.dtype) @ slices
 
     def _block(self, items: slice, heads: list[int], rows: slice, cols: slice) -> Tensor:
         text = self.text

@@ -33,6 +33,7 @@ from regard.errors import bad_type, bad_value
 from regard.heads import huggingface
 from regard.heads.attention import (
     Attention,
+    Projection,
     from_huggingface,
     from_sdpa,
     output_projection,
@@ -55,6 +56,7 @@ class Senses:
 
     changes = False  # whether `change` has something to say
     needs_output = False  # whether `see` asks for `attention.output` even where it has to be computed for it
+    needs_projection = False  # whether it is to be seen what enters the output projections
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
@@ -67,6 +69,7 @@ class Senses:
         self.pending: list[Weighed] = []
         self.unseen: dict[str, str] = {}  # layers that computed attention which could not be read: why, in words
         self._unseen_in: dict[str, int] = {}  # in which outermost call of the model each was first met
+        self.awaited: dict[int, list[tuple[Projection, Frame]]] = {}  # by id: modules that shall run before a call ends
 
     # What subclasses do
 
@@ -102,6 +105,7 @@ class Senses:
     ) -> None:
         self._stack.close()
         self.pending.clear()
+        self.awaited.clear()
         self.hands.clear()
 
     # Names
@@ -134,10 +138,11 @@ class Senses:
         note = self.hands.see(func, args, kwargs, out)
         return out if note is None else self._by_hand(frame, note, out)
 
-    def _told(self, attention: Attention, output: Tensor) -> Tensor:
+    def _told(self, frame: Frame, attention: Attention, output: Tensor) -> Tensor:
         """See it, and perhaps change its output (B, H, N, E)."""
         with torch.no_grad(), torch._C.DisableTorchFunction():
             attention.output = output.detach()
+            self._find_projection(attention, frame)
             self.see(attention)
         return self.change(attention, output) if self.changes else output
 
@@ -162,8 +167,7 @@ class Senses:
             return out
         call = from_sdpa(turn(query), turn(key), turn(value), None if mask is None else turn.mask(mask), **options)
         attention = self._describe(frame, call.shape, call=call)
-        _add_projection(attention, frame)
-        told = self._told(attention, turn(out))
+        told = self._told(frame, attention, turn(out))
         return turn.back(told, out) if self.changes else out
 
     def _attend(self, frame: Frame, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -175,14 +179,13 @@ class Senses:
         with torch.no_grad():
             call = prepare(q.detach(), k.detach(), v.detach(), **asked)
         attention = self._describe(frame, call.shape, call=call)
-        _add_projection(attention, frame)
         cache = frame.given("cache")
         if isinstance(cache, RollingCache):  # the first few tokens, then the last ones
             held, first = call.shape[3], cache.keep_first
             attention.cache = cache
             attention.numbers = torch.arange(held, device=q.device)
             attention.numbers[first:] += cache.seen - held
-        return self._told(attention, out)
+        return self._told(frame, attention, out)
 
     def _spread(
         self, frame: Frame, spread: Spread, out: Tensor, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
@@ -200,7 +203,7 @@ class Senses:
             for name in ("ids", "input"):
                 part = getattr(attention, name)
                 setattr(attention, name, None if part is None else spread.whole_of(part, 1))
-            _add_projection(attention, frame)
+            self._find_projection(attention, frame, awaited=False)
             with torch._C.DisableTorchFunction():
                 if self.needs_output:
                     attention.output = spread.outputs(out.detach())
@@ -222,7 +225,9 @@ class Senses:
         attention.kind = "self" if same_input(query, key) else "cross"
         out_weight = kwargs.get("out_proj_weight", args[11] if len(args) > 11 else None)
         bias = kwargs.get("out_proj_bias", args[12] if len(args) > 12 else None)
-        attention.out_weight, attention.out_bias = (None if x is None else x.detach() for x in (out_weight, bias))
+        if out_weight is not None:
+            attention.out_weight = out_weight.detach()
+            attention.projection = Projection.inside(out_weight.detach(), None if bias is None else bias.detach())
         attention.input = query.detach()[None] if query.dim() == 2 else query.detach().transpose(0, 1)
         heads = None
         if again:
@@ -272,9 +277,8 @@ class Senses:
         frame = self.frames.current(module)
         assert frame is not None
         attention = self._describe(frame, call.shape, call=call)
-        _add_projection(attention, frame)
         out, *rest = result  # out (B, N, H, E)
-        changed = self._told(attention, out.transpose(1, 2)).transpose(1, 2)
+        changed = self._told(frame, attention, out.transpose(1, 2)).transpose(1, 2)
         return (changed, *rest) if self.changes else result
 
     def _may_skip_weights(self, call: Call, kwargs: dict[str, Any]) -> bool:
@@ -320,22 +324,58 @@ class Senses:
             if note.about is not None:
                 call = note.about(weights[..., 0, 0])
                 attention = self._describe(frame, call.shape, call=call, output=output)
-                _add_projection(attention, frame)
-                self.see(attention)
-                return attention
-            attention = self._describe(frame, tuple(weights.shape), weights=weights, output=output)
-            attention.values = note.values
+            else:
+                attention = self._describe(frame, tuple(weights.shape), weights=weights, output=output)
+                attention.values = note.values
+            self._find_projection(attention, frame)
             self.see(attention)
         return attention
+
+    # What becomes of the heads' outputs
+
+    def _find_projection(self, attention: Attention, frame: Frame, *, awaited: bool = True) -> None:
+        """The output projection, where the module that runs, or the one that called it, has one by a known name.
+        `awaited`: what enters it is seen when it runs; else the heads' outputs are known to."""
+        given = attention.output if attention.call is None else attention.call.v
+        if self.changes or given is None:
+            return
+        heads, width = attention.shape[1], given.shape[3]
+        parent = None if frame.parent is None else frame.parent.module
+        module = output_projection(frame.module, heads, width, parent=parent)
+        weight = output_weight(frame.module, heads, width, parent=parent)
+        if module is None or weight is None:
+            return
+        bias = getattr(module, "bias", None)
+        bias = whole_parameter(bias) if isinstance(bias, Tensor) else None
+        attention.out_weight = weight
+        attention.projection = Projection(weight, bias) if awaited else Projection.inside(weight, bias)
+        if awaited and self.needs_projection and attention.output is not None:
+            attention.projection.heads = attention.output.clone()  # (a gate may be applied in place)
+            self.awaited.setdefault(id(module), []).append((attention.projection, frame.parent or frame))
+
+    def _projected(self, frame: Frame) -> None:
+        """A module ends: it may be a projection that heads' outputs were to enter, or the last call in which it could
+        have run."""
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            several = self.awaited.pop(id(frame.module), [])
+            for projection, _ in several:
+                entered = next(iter((*frame.args, *frame.kwargs.values())), None)
+                projection.ran(entered, frame.output, alone=len(several) == 1, keep=self.needs_output)
+        for number, several in list(self.awaited.items()):
+            if any(within is frame for _, within in several):
+                del self.awaited[number]
 
     def _failed(self) -> None:
         """An outermost call raised: what it began is not told of."""
         self.pending.clear()
         for name in [name for name, forward in self._unseen_in.items() if forward == self.frames.forwards]:
             del self.unseen[name], self._unseen_in[name]
+        self.awaited.clear()
 
     def _left(self, frame: Frame) -> None:
         """A module ends: what was not told by then is told by the best that is known."""
+        if self.awaited:
+            self._projected(frame)
         for note in list(self.pending):
             if self.changes and note.where.parent is not None:  # whoever called it may tell yet
                 if note.where.parent is frame:
@@ -344,19 +384,6 @@ class Senses:
                 if self.changes:
                     raise _untold(frame.name, note)
                 self._finish(note)
-
-
-def _add_projection(attention: Attention, frame: Frame) -> None:
-    """What becomes of the heads' outputs, where the module that runs, or the one that called it, tells."""
-    assert attention.call is not None
-    heads, width = attention.shape[1], attention.call.v.shape[3]
-    parent = None if frame.parent is None else frame.parent.module
-    projection = output_projection(frame.module, heads, width, parent=parent)
-    if projection is None:
-        return
-    attention.out_weight = output_weight(frame.module, heads, width, parent=parent)
-    bias = getattr(projection, "bias", None)
-    attention.out_bias = whole_parameter(bias) if isinstance(bias, Tensor) else None
 
 
 def _without_weights(call: Call) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from regard.attention import look, plane_of
-from regard.heads.attention import Attention
+from regard.heads.attention import Attention, Projection
 from regard.kernels import Call, reference
 from regard.masks import Keep, Padding, conjuncts
 from regard.measures import Measure, Measurements, Plane, Strip, Survey, TopLinks
@@ -39,6 +39,7 @@ class Piece:
     weights: Tensor | None = None  # (B, H, N, M) if it was kept and the model wrote attention by hand
     output: Tensor | None = None  # (B, H, N, E) if it was kept
     input: Tensor | None = None  # (B, N, W) if it was kept and known
+    projection: Projection | None = None  # where it is known
 
     @property
     def numbers(self) -> Tensor:

@@ -72,6 +72,7 @@ class watch(Senses):
         self.saved: dict[str, Any] = {}
         self.saved_of = -1
         self.needs_output = keep == "qkv"
+        self.needs_projection = self.needs_output or any(one.needs_out_weight for one in self.measures)
         self.keep, self.layers = keep, layers
         self.chosen = _chooser(layers)
         self.record = Record()
@@ -119,10 +120,8 @@ class watch(Senses):
         if numbers is None:
             numbers = torch.arange(total - m, total, device=attention.device)
         found = measured(attention, self.measures, text, numbers)
-        piece = Piece(n, runs(numbers), found, padding(attention))
+        piece = Piece(n, runs(numbers), found, padding(attention), projection=attention.projection)
         self._remember(text, piece, attention, goes_on)
-        if self.keep == "qkv" and attention.out_weight is not None:
-            layer.projection = attention.out_weight, attention.out_bias
         if layer.uniform is None:
             layer.uniform = Layer(name, attention.kind, self.baselines)
         self._baseline(layer.uniform, attention, text, numbers, goes_on, again)

@@ -102,11 +102,10 @@ def _beginning(text: str, most: int) -> str:
 def _slim(seen: Record) -> None:
     """Let go of what crops do not need: values, outputs, inputs, the model's own weights."""
     for layer in seen:
-        layer.projection = None
         assert layer.text is not None
         layer.text.values.clear()
         for piece in layer.text.pieces:
-            piece.output = piece.input = None
+            piece.output = piece.input = piece.projection = None
 
 
 def _held(thing: Any) -> int:

@@ -2,6 +2,8 @@
 
 A layer is named by the module whose forward computes the attention. Where one module is called several times within one
 forward of the root (ALBERT), its k-th call, counted from 0, is `name#k`; the first keeps the plain name.
+
+Hooks stay with the modules that they were put on: a copy or a pickle of a module that is made meanwhile has none.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,12 +120,16 @@ class Frames:
     elsewhere: bool = False  # whether another thread ran the model
     on_exit: Callable[[Frame], None] | None = None
     on_failure: Callable[[], None] | None = None  # an outermost call raised
+    # A module was entered or left in another thread, in the middle of a call of this one: those in progress there.
+    on_elsewhere: Callable[[list[str]], None] | None = None
 
     def __post_init__(self) -> None:
         self.modules = [module for _, module in self.root.named_modules()]
-        self.names = {id(module): name or type(module).__name__ for name, module in self.root.named_modules()}
+        # By their tables of hooks, which the replicas of `nn.DataParallel` share with the module that they are made of.
+        self.names = {id(m._forward_hooks): name or type(m).__name__ for name, m in self.root.named_modules()}
         self.thread = 0
         self.handles: list[Any] = []
+        self.others = threading.local()  # `names`: the modules in progress in another thread
 
     def install(self) -> None:
         """Hook into every module below the root that can be; of this thread's calls."""
@@ -131,17 +139,31 @@ class Frames:
                 continue  # compiled for good: nothing can be seen inside
             self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             self.handles.append(module.register_forward_hook(self._leave, always_call=True))
+            _keep_hooks_out_of_copies(module)
 
     def remove(self) -> None:
         """Take the hooks out again."""
         for handle in self.handles:
             handle.remove()
+        for module in self.modules if self.handles else ():
+            _let_copies_be(module)
         self.handles.clear()
         self.stack.clear()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Frames:
+        """Of a copied module that brought its hooks with it, in a way of its own: they do nothing there."""
+        return Frames(nn.Identity())
+
+    def __reduce__(self) -> Any:
+        return Frames, (nn.Identity(),)
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = self.names.get(id(module._forward_hooks))
+        if name is None:  # a copy
+            return
         if threading.get_ident() != self.thread:
             self.elsewhere = True
+            self._elsewhere(name, entered=True)
             return
         if in_backward():
             return
@@ -150,10 +172,16 @@ class Frames:
         if not self.stack:
             self.forwards += 1
         parent = self.stack[-1] if self.stack else None
-        self.stack.append(Frame(module, self.names[id(module)], args, kwargs, parent))
+        self.stack.append(Frame(module, name, args, kwargs, parent))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if threading.get_ident() != self.thread or in_backward():
+        name = self.names.get(id(module._forward_hooks))
+        if name is None:
+            return
+        if threading.get_ident() != self.thread:
+            self._elsewhere(name, entered=False)
+            return
+        if in_backward():
             return
         raised = output is None and sys.exc_info()[0] is not None
         # A module that raised before its hooks ran leaves its frame behind: drop everything above the one that ends.
@@ -167,6 +195,20 @@ class Frames:
                 break
         if raised and not self.stack and self.on_failure is not None:
             self.on_failure()
+
+    def _elsewhere(self, name: str, entered: bool) -> None:
+        """Another thread runs a part of the model while this one runs the whole. (A call of the whole is its own.)"""
+        names: list[str] = self.others.__dict__.setdefault("names", [])
+        if entered and not names and (not self.stack or name == self.names[id(self.root._forward_hooks)]):
+            return
+        if entered:
+            names.append(name)
+        elif name in names:
+            del names[len(names) - 1 - names[::-1].index(name) :]
+        else:
+            return
+        if self.on_elsewhere is not None:
+            self.on_elsewhere(names)
 
     def current(self, module: nn.Module | None = None) -> Frame | None:
         """The innermost call in progress, or that of a module; None outside the root, in another thread, and where a
@@ -189,3 +231,40 @@ class Frames:
                 if ids.shape[0] in (1, batch) and ids.shape[1] == length:
                     return ids.detach().to(torch.int64)
         return None
+
+
+# Hooks of ours in copies: modules are copied and pickled by their state, which for the duration is asked of us.
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_ABOUT_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+def _keep_hooks_out_of_copies(module: nn.Module) -> None:
+    kind = type(module)
+    by_state = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
+    if by_state and not hasattr(kind, "__deepcopy__"):
+        module.__dict__["__getstate__"] = partial(_state_without_hooks, module)
+
+
+def _let_copies_be(module: nn.Module) -> None:
+    """The last of our hooks is gone: a module's state is its own again."""
+    if not any(_is_ours(hook) for name in _HOOKS for hook in module.__dict__[name].values()):
+        module.__dict__.pop("__getstate__", None)
+
+
+def _is_ours(hook: object) -> bool:
+    return isinstance(getattr(hook, "__self__", None), Frames)
+
+
+def _state_without_hooks(module: nn.Module) -> Any:
+    own = getattr(type(module), "__getstate__", None)
+    usual = own is None or own is getattr(object, "__getstate__", None)
+    state = module.__dict__ if usual else own(module)
+    if not isinstance(state, dict):
+        return state
+    state = {name: value for name, value in state.items() if name != "__getstate__"}
+    ours = {number for name in _HOOKS for number, hook in module.__dict__[name].items() if _is_ours(hook)}
+    for name in _HOOKS + _ABOUT_HOOKS:
+        if name in state:
+            state[name] = OrderedDict((number, x) for number, x in state[name].items() if number not in ours)
+    return state

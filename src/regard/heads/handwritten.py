@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["FUNCTIONS", "Hands", "Weighed", "batch_of"]
+__all__ = ["FUNCTIONS", "SOFTMAXES", "Hands", "Weighed", "batch_of"]
 
 
 @dataclass
@@ -386,11 +386,12 @@ _CASTS = {
 _DROPOUTS = {F.dropout, torch.dropout, F.dropout1d, F.dropout2d}
 _IN_PLACE = {Tensor.mul_, Tensor.masked_fill_, Tensor.zero_, Tensor.div_, Tensor.copy_, Tensor.fill_}
 _DIVISIONS = {torch.div, Tensor.div, Tensor.__truediv__, Tensor.div_, torch.true_divide, torch.divide}
+SOFTMAXES = {torch.softmax, Tensor.softmax, F.softmax}
 _SUMS = {torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm}
 
 # What is done about which torch function.
 FUNCTIONS: dict[Any, str] = {
-    **dict.fromkeys((torch.softmax, Tensor.softmax, F.softmax), "_softmax"),
+    **dict.fromkeys(SOFTMAXES, "_softmax"),
     **dict.fromkeys((torch.log_softmax, Tensor.log_softmax, F.log_softmax), "_log_softmax"),
     **dict.fromkeys((torch.exp, Tensor.exp), "_exp"),
     **dict.fromkeys(_CASTS, "_cast"),

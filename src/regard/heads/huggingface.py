@@ -9,7 +9,8 @@ would have computed, down to the bit.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -31,36 +32,40 @@ class Looker(Protocol):
         ...
 
 
+_LOCK = threading.Lock()  # of both lists and of the interface: others may begin and end in other threads
 _LOOKERS: list[Looker] = []  # the innermost last
 _ORIGINAL: list[Any] = []  # the interface's own `get_interface`, while it is replaced
 
 
 def start(looker: Looker) -> None:
     """Begin to look. Where transformers is not in use nothing happens."""
-    interface = _interface()
-    if interface is not None and not _ORIGINAL:
-        original = interface.get_interface
-        _ORIGINAL.append(original)
+    with _LOCK:
+        interface = _interface()
+        if interface is not None and not _ORIGINAL:
+            original = interface.get_interface
+            _ORIGINAL.append(original)
 
-        def get_interface(self: Any, attn_implementation: str, default: Function) -> Function:
-            function = original(self, attn_implementation, default)
-            return _wrapper("eager" if function is default else attn_implementation, function)
+            def get_interface(self: Any, attn_implementation: str, default: Function) -> Function:
+                function = original(self, attn_implementation, default)
+                return _wrapper("eager" if function is default else attn_implementation, function)
 
-        interface.get_interface = get_interface
-    _LOOKERS.append(looker)
+            interface.get_interface = get_interface
+        _LOOKERS.append(looker)
 
 
 def stop(looker: Looker) -> None:
     """Look no more; the last one puts the interface back as it was."""
-    _LOOKERS.remove(looker)
-    interface = _interface()
-    if not _LOOKERS and _ORIGINAL and interface is not None:
-        interface.get_interface = _ORIGINAL.pop()
+    with _LOCK:
+        _LOOKERS.remove(looker)
+        interface = _interface()
+        if not _LOOKERS and _ORIGINAL and interface is not None:
+            interface.get_interface = _ORIGINAL.pop()
 
 
-def lookers() -> Iterator[Looker]:
-    """All who look, the innermost last."""
-    return iter(_LOOKERS)
+def lookers() -> list[Looker]:
+    """All who look, the innermost last; as of now."""
+    with _LOCK:
+        return list(_LOOKERS)
 
 
 def _interface() -> Any:
@@ -72,7 +77,7 @@ def _interface() -> Any:
 def _wrapper(name: str, original: Function) -> Function:
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         compute = original
-        for looker in _LOOKERS:  # the innermost is asked first, and calls the others
+        for looker in lookers():  # the innermost is asked first, and calls the others
             if looker.owns(module):
                 compute = _around(looker, compute, name)
         return compute(module, *args, **kwargs)

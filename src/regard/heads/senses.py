@@ -25,7 +25,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from regard.attention import Spread, attend, prepare
 from regard.cache import RollingCache
@@ -42,7 +42,7 @@ from regard.heads.attention import (
     with_additive_masks,
 )
 from regard.heads.frames import Frame, Frames, same_input
-from regard.heads.handwritten import FUNCTIONS, Hands, Weighed, batch_of
+from regard.heads.handwritten import FUNCTIONS, SOFTMAXES, Hands, Weighed, batch_of
 from regard.kernels import Call
 from regard.layouts.torch_mha_call import functional_operands
 
@@ -64,6 +64,7 @@ class Senses:
         self.frames = Frames(model)
         self.frames.on_exit = self._left
         self.frames.on_failure = self._failed
+        self.frames.on_elsewhere = self._ran_elsewhere
         self.busy = False  # one attention is being computed: what it is made of is not another one
         self.hands = Hands()
         self.pending: list[Weighed] = []
@@ -96,7 +97,9 @@ class Senses:
             stack.callback(huggingface.stop, self)
             _eagerly.start()
             stack.callback(_eagerly.stop)
-            stack.enter_context(_Mode(self))
+            mode = _Mode(self)
+            mode.__enter__()
+            stack.callback(mode.end)
             self._stack = stack.pop_all()
         return self
 
@@ -365,6 +368,16 @@ class Senses:
             if any(within is frame for _, within in several):
                 del self.awaited[number]
 
+    def _ran_elsewhere(self, names: list[str]) -> None:
+        """Another thread entered or left a part of the model: attend to what it computes there."""
+        mode = getattr(self.frames.others, "mode", None)
+        if names and mode is None:
+            mode = self.frames.others.mode = _Elsewhere(self, names)
+            mode.__enter__()
+        elif not names and mode is not None:
+            self.frames.others.mode = None
+            take_out(mode)
+
     def _failed(self) -> None:
         """An outermost call raised: what it began is not told of."""
         self.pending.clear()
@@ -432,15 +445,50 @@ class _Mode(TorchFunctionMode):
 
     def __init__(self, senses: Senses) -> None:
         super().__init__()
-        self.senses = senses
+        self.senses: Senses | None = senses
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.senses is None:
+            return func(*args, **(kwargs or {}))
         return self.senses.function(func, args, kwargs or {})
 
+    def end(self) -> None:
+        """Take this mode out of the stack of modes, wherever it is: what began later may end later."""
+        self.senses = None
+        take_out(self)
 
-_INTERESTING = {*FUNCTIONS, F.scaled_dot_product_attention, F.multi_head_attention_forward, attend}
+
+def take_out(mode: TorchFunctionMode) -> None:
+    """Take one mode out of this thread's stack, and leave the others as they are."""
+    if not any(one is mode for one in _get_current_function_mode_stack()):
+        return  # it began in another thread, whose stack nobody else can reach
+    above = []
+    while (top := _pop_mode()) is not mode:
+        above.append(top)
+    for one in reversed(above):
+        _push_mode(one)
+
+
+class _Elsewhere(TorchFunctionMode):
+    """In another thread than the one that looks: tells which modules compute attention there."""
+
+    def __init__(self, senses: Senses, names: list[str]) -> None:
+        super().__init__()
+        self.senses, self.names = senses, names
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _ATTENTION or (func in SOFTMAXES and args and isinstance(args[0], Tensor) and args[0].dim() > 2):
+            why = "it ran in another thread, and a watch sees the thread that began it"
+            self.senses.not_seen(self.names[-1], why)
+        return func(*args, **(kwargs or {}))
+
+
+_ATTENTION = {F.scaled_dot_product_attention, F.multi_head_attention_forward, attend}
+_INTERESTING = {*FUNCTIONS, *_ATTENTION}
 _HF_NAMES = ("query", "key", "value", "attention_mask")
 
 

@@ -2,7 +2,7 @@
 
 ONNX collects its cases into one list of its module, where a second operator collected in the same process
 would find the first one's: so the cases are made in a process of their own, once for each operator. Its
-`collect_testcases` makes those of all operators first, which takes ten times as long: here the module of one is imported.
+`collect_testcases` makes those of all operators first, which takes ten times as long: here one module is imported.
 """
 
 from __future__ import annotations

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention import Gathered, prepare
-from regard.kernels import Call
+from regard.kernels import Call, reference
 from regard.masks import Causal, Keep, Mask
 
 __all__ = [
     "Attention",
     "Projection",
+    "error_of",
     "evened",
     "from_huggingface",
     "from_sdpa",
@@ -221,17 +222,28 @@ def from_sdpa(
 
 
 def from_huggingface(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, eager: bool, **options: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    masks: Literal["eager", "sdpa"],
+    **options: Any,
 ) -> Call:
-    """From what transformers hands to an attention function: kv heads as they are, softcap, sinks, a bias of positions.
+    """From what transformers hands to an attention function that reads planes: kv heads as they are, softcap, sinks, a
+    bias of positions.
 
-    A mask that is missing means causal to all of its functions but the eager one, by the module's own word.
+    "eager" adds the mask, booleans too (True is 1, and hides nothing), and hides nothing without one. To "sdpa" True is
+    what is seen, and a mask that is missing means causal from the top left, by the module's own word.
     """
     q, k, v = (x.detach() for x in (query, key, value))
     said: dict[str, Any] = {"mask": None, "bias": None}
     if attention_mask is not None:
-        said = with_additive_mask(attention_mask[..., : k.shape[2]].detach())
-    elif not eager and q.shape[2] > 1:
+        mask = attention_mask[..., : k.shape[2]].detach()
+        plane = masks == "sdpa" and mask.dtype is torch.bool
+        said = with_additive_mask(mask if plane or mask.is_floating_point() else mask.to(q.dtype))
+    elif masks == "sdpa" and q.shape[2] > 1:
         causal = options.get("is_causal")
         if causal if causal is not None else getattr(module, "is_causal", True):
             k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
@@ -250,6 +262,23 @@ def from_huggingface(
         sinks=None if sinks is None else sinks.detach().flatten().to(q.dtype),
         **said,
     )
+
+
+def error_of(call: Call, output: Tensor) -> float:
+    """How far outputs (B, H, N, E) are from those of a call, in parts of the largest value: compared in a few rows, the
+    first, the middle and the last ones. Rows that see nothing do not count."""
+    n, m = call.shape[2:]
+    worst = torch.zeros((), dtype=call.dtype, device=output.device)
+    with torch.autocast(call.q.device.type, enabled=False):
+        for first in sorted({0, max(0, n // 2 - 2), max(0, n - 4)}):
+            rows = slice(first, min(first + 4, n))
+            part = call.part(call.q[:, :, rows], call.k, call.v, slice(None), rows, slice(0, m))
+            right, lse = reference.forward(part)
+            off = (output[:, :, rows].to(call.dtype) - right.to(call.dtype)).abs().amax(-1)
+            off = off.masked_fill(lse.isneginf() | right.isnan().any(-1), 0.0)
+            worst = torch.maximum(worst, off.amax()) if off.numel() else worst
+    largest = call.v.abs().nan_to_num(0.0).amax() if call.v.numel() else worst
+    return float(worst.nan_to_num(torch.inf) / largest.clamp(min=1e-30))
 
 
 PROJECTIONS = ("out_proj", "o_proj", "c_proj", "dense", "out_lin", "o", "proj", "Wo", "wo", "attention_out")  # names

@@ -11,13 +11,30 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
-__all__ = ["Looker", "lookers", "start", "stop"]
+__all__ = ["Implementation", "Looker", "lookers", "start", "stop"]
 
 Function = Callable[..., tuple[Tensor, Any]]
+
+
+class Implementation(NamedTuple):
+    """How a model of transformers attends: the name under which it asked, and how its masks are to be read.
+
+    - "eager", the module's own function: the mask is added to the scores, whatever its dtype.
+    - "sdpa": a plane that is boolean (True sees) or added; without one causal from the top left, by the module's word.
+    - "flash": which keys are no padding, (B, M); causal from the bottom right, windows and packed texts by arguments.
+    - "flex": a `BlockMask`.
+    - "unknown": no function for its masks is registered, so it is given none.
+    """
+
+    name: str
+    masks: Literal["eager", "sdpa", "flash", "flex", "unknown"]
+    trusted: bool = False  # transformers' own function, which does as it says: no need to compare
 
 
 class Looker(Protocol):
@@ -27,7 +44,7 @@ class Looker(Protocol):
 
     def owns(self, module: nn.Module) -> bool: ...
 
-    def through(self, compute: Function, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def through(self, compute: Function, how: Implementation, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Compute, and look; or change what comes out."""
         ...
 
@@ -47,7 +64,7 @@ def start(looker: Looker) -> None:
 
             def get_interface(self: Any, attn_implementation: str, default: Function) -> Function:
                 function = original(self, attn_implementation, default)
-                return _wrapper("eager" if function is default else attn_implementation, function)
+                return _wrapper(_implementation(attn_implementation, function, default), function)
 
             interface.get_interface = get_interface
         _LOOKERS.append(looker)
@@ -74,19 +91,46 @@ def _interface() -> Any:
     return interface if hasattr(interface, "get_interface") else None  # (before version 5: the other senses see it)
 
 
-def _wrapper(name: str, original: Function) -> Function:
+def _implementation(name: str, function: Function, default: Function) -> Implementation:
+    if function is default:
+        return Implementation("eager", "eager")
+    masks = _masks_of(name)
+    own = getattr(function, "__module__", "") == "transformers.integrations.sdpa_attention"
+    return Implementation(name, masks, trusted=own and masks == "sdpa")
+
+
+def _masks_of(name: str) -> Any:
+    """How the masks of an implementation are to be read: by the function that is registered to make them."""
+    utils = sys.modules.get("transformers.masking_utils")
+    registered = getattr(getattr(utils, "AttentionMaskInterface", None), "_global_mapping", {})
+    make = registered.get(name.removeprefix("paged|"))
+    if make is None:
+        return "unknown"
+    while isinstance(make, partial):
+        make = make.func
+    for kind in ("flash", "sdpa", "eager", "flex"):
+        if make in (getattr(utils, f"{kind}_mask", None), getattr(utils, f"{kind}_attention_mask", None)):
+            return "sdpa" if kind == "eager" else kind  # (both read planes, by their dtype)
+    try:  # one of somebody's own: what does it make of a small text with padding?
+        mask = make(batch_size=1, q_length=2, kv_length=2, attention_mask=torch.tensor([[False, True]]))
+    except Exception:
+        return "unknown"
+    return {2: "flash", 4: "sdpa"}.get(mask.dim(), "unknown") if isinstance(mask, Tensor) else "unknown"
+
+
+def _wrapper(how: Implementation, original: Function) -> Function:
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         compute = original
         for looker in lookers():  # the innermost is asked first, and calls the others
             if looker.owns(module):
-                compute = _around(looker, compute, name)
+                compute = _around(looker, compute, how)
         return compute(module, *args, **kwargs)
 
     return attention
 
 
-def _around(looker: Looker, compute: Function, name: str) -> Function:
+def _around(looker: Looker, compute: Function, how: Implementation) -> Function:
     def inner(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        return looker.through(compute, name, module, *args, **kwargs)
+        return looker.through(compute, how, module, *args, **kwargs)
 
     return inner

@@ -16,9 +16,11 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from types import TracebackType
 from typing import Any, Literal
 
@@ -34,6 +36,7 @@ from regard.heads import huggingface
 from regard.heads.attention import (
     Attention,
     Projection,
+    error_of,
     from_huggingface,
     from_sdpa,
     output_projection,
@@ -41,6 +44,7 @@ from regard.heads.attention import (
     whole_parameter,
     with_additive_masks,
 )
+from regard.heads.flash import from_flash, paged
 from regard.heads.frames import Frame, Frames, same_input
 from regard.heads.handwritten import FUNCTIONS, SOFTMAXES, Hands, Weighed, batch_of
 from regard.kernels import Call
@@ -259,19 +263,25 @@ class Senses:
         """Whether a module is of the model, running in the thread that looks."""
         return self.frames.current(module) is not None and not self.busy
 
-    def through(self, compute: Any, name: str, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def through(
+        self, compute: Any, how: huggingface.Implementation, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> Any:
         """Compute the attention of a module of transformers, and look."""
         given = dict(zip(_HF_NAMES, args, strict=False))
         given |= {n: kwargs.pop(n) for n in _HF_NAMES if n in kwargs}
         query, key, value, mask = (given.get(n) for n in _HF_NAMES)
         assert isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
-        if name == "flex_attention" or (mask is not None and not isinstance(mask, Tensor)):
-            raise bad_value("attention of transformers", expected="masks as tensors", received=f"those of {name!r}",
+        if how.masks == "flex" or (mask is not None and not isinstance(mask, Tensor)):
+            raise bad_value("attention of transformers", expected="masks as tensors", received=f"those of {how.name!r}",
                             remedy='model.set_attn_implementation("sdpa")')  # fmt: skip
+        if how.name.startswith("paged|") or type(kwargs.get("cache")).__name__ == "PagedAttentionCache":
+            raise paged(f"{how.name!r} with continuous batching")
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            call = from_huggingface(module, query, key, value, mask, eager=name == "eager", **kwargs)
-        if name == "eager" and self._may_skip_weights(call, kwargs):
-            compute = _without_weights(call)
+            readings = _readings(how, module, query, key, value, mask, kwargs)
+            call = next(readings)
+        certain = how.trusted or bool(kwargs.get("dropout"))
+        if how.masks == "eager" and self._may_skip_weights(call, kwargs):
+            compute, certain = _without_weights(call), True
         self.busy = True  # what it is made of is not told of
         try:
             result = compute(module, query, key, value, mask, *args[4:], **kwargs)
@@ -279,9 +289,24 @@ class Senses:
             self.busy = False
         frame = self.frames.current(module)
         assert frame is not None
-        attention = self._describe(frame, call.shape, call=call)
         out, *rest = result  # out (B, N, H, E)
-        changed = self._told(frame, attention, out.transpose(1, 2)).transpose(1, 2)
+        output = out.transpose(1, 2)
+        # Whoever is further out may have changed what comes out: then there is nothing to compare with.
+        others = any(one.changes for one in huggingface.lookers() if one is not self)
+        found: Call | Tensor | None = call
+        if not (certain or others):
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                found = _best(call, readings, output.detach(), rest[0] if rest else None)
+        if found is None and not self.changes:
+            self.not_seen(frame.name, f"the function {how.name!r} computed other than what its arguments say; "
+                          'model.set_attn_implementation("sdpa") or "eager" can be seen')  # fmt: skip
+            return result
+        if isinstance(found, Tensor):
+            attention = self._describe(frame, tuple(found.shape), weights=found)
+            attention.values = value.detach()
+        else:
+            attention = self._describe(frame, call.shape, call=found or call)
+        changed = self._told(frame, attention, output).transpose(1, 2)
         return (changed, *rest) if self.changes else result
 
     def _may_skip_weights(self, call: Call, kwargs: dict[str, Any]) -> bool:
@@ -397,6 +422,50 @@ class Senses:
                 if self.changes:
                     raise _untold(frame.name, note)
                 self._finish(note)
+
+
+def _readings(
+    how: huggingface.Implementation,
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    options: dict[str, Any],
+) -> Iterator[Call]:
+    """What a function of transformers may compute, the likeliest first: as its masks are made, then as others read
+    them, each with sinks (if there are any) and without."""
+    flash = how.masks == "flash" and (mask is None or mask.dim() == 2)
+    likely = {"eager": ("eager", "sdpa"), "unknown": ("flash", "sdpa", "eager")}.get(how.masks)
+    ways = likely or (("flash", "sdpa", "eager") if flash else ("sdpa", "flash", "eager"))
+    plain = {name: x for name, x in options.items() if name != "s_aux"}
+    several = [plain] if how.trusted or options.get("s_aux") is None else [options, plain]  # sdpa knows no sinks
+    for number, (way, given) in enumerate((way, given) for way in ways for given in several):
+        try:
+            if way == "flash":
+                yield from_flash(module, q, k, v, mask, **given)
+            else:
+                yield from_huggingface(module, q, k, v, mask, masks="eager" if way == "eager" else "sdpa", **given)
+        except (ValueError, TypeError, RuntimeError):
+            if not number:
+                raise
+
+
+def _best(call: Call, others: Iterator[Call], output: Tensor, weights: Any) -> Call | Tensor | None:
+    """Of several readings the first whose outputs are those that came out, (B, H, N, E); else weights (B, H, N, M) that
+    came with them, if they give them; else None."""
+    half = call.q.dtype in (torch.float16, torch.bfloat16) or call.q.device.type != "cpu"
+    allowed = 5e-2 if half else 1e-3  # (on a GPU products may be of TF32)
+    for one in chain([call], others):
+        if error_of(one, output) <= allowed:
+            return one
+    if isinstance(weights, Tensor) and weights.shape == call.shape:
+        v = call.v.repeat_interleave(call.shape[1] // call.v.shape[1], 1)
+        if weights.shape[3] == v.shape[2] and torch.allclose(
+            weights.to(v.dtype) @ v, output.to(v.dtype), rtol=0.0, atol=allowed * float(v.abs().amax())
+        ):
+            return weights.detach()
+    return None
 
 
 def _without_weights(call: Call) -> Any:

@@ -1,6 +1,7 @@
 """Shared by the kernel tests: random calls of every kind, plain PyTorch beside them, and the rule between the two.
 
-The rule: a kernel's error against float64 is at most twice that of plain PyTorch, in the same dtype, on the same input.
+The rule (`assert_accurate`): a kernel's error against float64 is at most twice that of plain PyTorch, in the same dtype,
+on the same input; or a few roundings of the terms that are summed up.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import regard
 from regard.attention import prepare
 from regard.kernels import Call, reference
 from regard.masks import Causal, Documents, Hide, Keep, Mask, Padding, Prefix, Window
-from regard.positions import Alibi, RelativeBias
+from regard.positions import Alibi, DenseBias, RelativeBias
 
 
 @dataclass
@@ -61,14 +62,18 @@ class Case:
 
     def with_gradients(self, out: Tensor, lse: Tensor | None = None) -> list[Tensor]:
         """The output and the gradients of a fixed function of it (and of lse, where it is given and finite)."""
-        direction = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
-        loss = (out * direction).sum()
+        loss = (out * _direction(out)).sum()
         if lse is not None:
             loss = loss + torch.where(lse.isfinite(), lse, torch.zeros_like(lse)).sum() * 0.5
         leaves = self.leaves()
         grads = torch.autograd.grad(loss, leaves, allow_unused=True)
         zeros = (torch.zeros_like(x) if g is None else g for g, x in zip(grads, leaves, strict=True))
         return [out.detach(), *zeros]
+
+
+def _direction(out: Tensor) -> Tensor:
+    """What the output is multiplied by before it is summed up to a loss."""
+    return torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).to(out.dtype)
 
 
 def _laid_out(x: Tensor, strides: str) -> Tensor:
@@ -124,18 +129,71 @@ def exact(case: Case) -> list[Tensor]:
     return precise.with_gradients(reference.output(precise.call()))
 
 
-def assert_as_good_as_plain(case: Case, ours: list[Tensor], what: str, roundings: int = 4) -> None:
-    """Each of output and gradients: error at most twice plain PyTorch's own (and never asked to beat `roundings`)."""
-    truth = exact(case)
-    theirs = case.with_gradients(plain(case))
+def terms(case: Case, lse: bool = False) -> list[Tensor]:
+    """How large the terms are that the output and each gradient sum up, in float64: the same formulas with absolute
+    values everywhere, so that nothing cancels. A sum is exact to a few roundings of this, and not of its own size: with one
+    visible key the gradient of k is 0, the difference of two equal numbers.
+
+    A weight is the exponential of a score, so it carries the roundings of its own score and of its row's log-sum-exp:
+    as many as these scores' terms are large. `lse`: with the gradient of the log-sum-exp, as `with_gradients` adds it.
+    """
+    precise = case.to(torch.float64)
+    call = precise.call()
+    _, heads, n, m = call.shape
+    shared = heads // call.k.shape[1]
+    q, k, v = (x.detach().abs() for x in (call.q, call.k, call.v))
+    k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+    tile = call.whole()
+    biases = [b.weight if isinstance(b, DenseBias) else b.block(tile.q_positions, tile.k_positions) for b in call.biases]
+    score = q @ k.mT * abs(call.scale) + sum(b.detach().abs() for b in biases)
+    with torch.no_grad():
+        p, log = reference.weights(call)
+        sink = torch.zeros(1) if call.sinks is None else (call.sinks[:, :, None] - log).exp()
+        slope = 1.0 if call.softcap is None else 1 + (reference.scores(call, "capped") / call.softcap).square()
+    p_rounded = p * (1 + score + (p * score).sum(-1, keepdim=True))
+    kept = 1.0
+    if call.dropout is not None:
+        everything = (slice(None), slice(None), slice(0, n), slice(0, m))
+        kept = call.dropout.block(*everything, torch.float64) * call.dropout.kept
+    g = _direction(call.q.new_empty(*call.q.shape[:3], v.shape[3])).abs()
+    delta = (g * (p * kept @ v)).sum(-1, keepdim=True) + (0.5 if lse else 0.0)
+    ds = p_rounded * (kept * (g @ v.mT) + delta)
+    d_biases = [
+        torch.autograd.grad((b.expand(ds.shape) * ds).sum(), leaf, retain_graph=True)[0]
+        for b, leaf in zip(biases, (b.weight for b in call.biases), strict=True)
+        if leaf.requires_grad
+    ]
+    d_sinks = [] if call.sinks is None else [(sink * delta[..., 0]).sum((0, 2))]
+    ds = ds * slope * abs(call.scale)
+
+    def by_group(x: Tensor) -> Tensor:
+        return x.unflatten(1, (-1, shared)).sum(2)
+
+    out = p_rounded * kept @ v
+    leaves = [ds @ k, by_group(ds.mT @ q), by_group((p_rounded * kept).mT @ g), *d_sinks, *d_biases]
+    return [out, *(x.reshape(leaf.shape) for x, leaf in zip(leaves, precise.leaves(), strict=True))]
+
+
+ROUNDINGS = 4  # of the terms summed, that any order of summing may leave behind
+
+
+def assert_accurate(case: Case, ours: list[Tensor], what: str, lse: bool = False) -> None:
+    """The rule for every number of the output and the gradients: its error is at most `ROUNDINGS` roundings of the terms that
+    it sums up, or twice the largest that plain PyTorch makes."""
+    precise = case.to(torch.float64)
+    truth = precise.with_gradients(*reference.forward(precise.call())[: 1 + lse])
+    theirs = truth if lse else case.with_gradients(plain(case))
     names = ["output", *(f"gradient {i}" for i in range(len(ours) - 1))]
-    for name, mine, peer, right in zip(names, ours, theirs, truth, strict=True):
+    for name, mine, peer, right, size in zip(names, ours, theirs, truth, terms(case, lse), strict=True):
         assert mine.dtype == case.q.dtype or name != "output"
-        size = right.abs().max().item() if right.numel() else 0.0
-        floor = roundings * torch.finfo(mine.dtype).eps * max(size, 1.0)  # inputs are of size 1
-        error = _largest(mine.double() - right)
-        allowed = 2 * _largest(peer.double() - right) + floor
-        assert error <= allowed, f"{what}: {name} is off by {error:.3g}, plain PyTorch by {(allowed - floor) / 2:.3g}"
+        limits = torch.finfo(mine.dtype)
+        rounding = limits.eps * (size + limits.smallest_normal)  # below the smallest normal number steps are even
+        error, theirs_worst = (mine.double() - right).abs(), _largest(peer.double() - right)
+        wrong = ~(error <= (ROUNDINGS * rounding).clamp(min=2 * theirs_worst))
+        assert not wrong.any(), (
+            f"{what}: {name} is off by {error[wrong].max():.3g}, {(error / rounding)[wrong].max():.3g} roundings of what "
+            f"it sums up; plain PyTorch by {theirs_worst:.3g}"
+        )
 
 
 def assert_typical_error_as_good_as_plain(case: Case, ours: list[Tensor], what: str, times: float = 2.0) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_cases import Case, assert_as_good_as_plain, cases
+from attention_cases import Case, assert_accurate, cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,18 +18,12 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 BLOCKS = st.sampled_from([1, 3, 16, 64])  # the last is larger than any length drawn
 
 
-def same(case: Case, ours: list[torch.Tensor], tolerance: float = 1e-11) -> None:
-    theirs = case.with_gradients(reference.output(case.call()))
-    for mine, right in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, right, rtol=tolerance, atol=tolerance)
-
-
 @EXAMPLES
 @given(cases(), STRIDES, BLOCKS, BLOCKS)
 def test_blockwise_in_float64_is_the_reference(case: Case, strides: str, height: int, width: int) -> None:
     case = case.to(torch.float64, strides)
     out, lse = blockwise.run(case.call(), height, width)
-    same(case, case.with_gradients(out))
+    assert_accurate(case, case.with_gradients(out), "blockwise")
     torch.testing.assert_close(lse, reference.forward(case.call())[1], rtol=1e-11, atol=1e-11)
 
 
@@ -38,9 +32,7 @@ def test_blockwise_in_float64_is_the_reference(case: Case, strides: str, height:
 def test_blockwise_gives_the_gradient_of_the_log_sum_exp(case: Case, height: int, width: int) -> None:
     case = case.to(torch.float64)
     ours = case.with_gradients(*blockwise.run(case.call(), height, width))
-    theirs = case.with_gradients(*reference.forward(case.call()))
-    for mine, right in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-11, atol=1e-11)
+    assert_accurate(case, ours, "blockwise", lse=True)
 
 
 @EXAMPLES
@@ -51,14 +43,14 @@ def test_blockwise_is_as_good_as_plain_pytorch(
     case = case.to(dtype, strides)
     out, lse = blockwise.run(case.call(), height, width)
     assert lse.dtype == torch.float32
-    assert_as_good_as_plain(case, case.with_gradients(out), "blockwise")
+    assert_accurate(case, case.with_gradients(out), "blockwise")
 
 
 @FEWER
 @given(cases(), DTYPES, STRIDES)
 def test_reference_is_as_good_as_plain_pytorch(case: Case, dtype: torch.dtype, strides: str) -> None:
     case = case.to(dtype, strides)
-    assert_as_good_as_plain(case, case.with_gradients(reference.output(case.call())), "reference")
+    assert_accurate(case, case.with_gradients(reference.output(case.call())), "reference")
 
 
 @EXAMPLES
@@ -66,7 +58,7 @@ def test_reference_is_as_good_as_plain_pytorch(case: Case, dtype: torch.dtype, s
 def test_fused_in_float64_is_the_reference(case: Case, strides: str) -> None:
     case = case.to(torch.float64, strides)
     assert fused.why_not(case.call()) is None
-    same(case, case.with_gradients(fused.output(case.call())))
+    assert_accurate(case, case.with_gradients(fused.output(case.call())), "fused")
     lse = fused.forward(case.call())[1]
     torch.testing.assert_close(lse, reference.forward(case.call())[1].detach(), rtol=1e-11, atol=1e-11)
 
@@ -75,14 +67,14 @@ def test_fused_in_float64_is_the_reference(case: Case, strides: str) -> None:
 @given(cases(simple=True), DTYPES, STRIDES)
 def test_fused_is_as_good_as_plain_pytorch(case: Case, dtype: torch.dtype, strides: str) -> None:
     case = case.to(dtype, strides)
-    assert_as_good_as_plain(case, case.with_gradients(fused.output(case.call())), "fused")
+    assert_accurate(case, case.with_gradients(fused.output(case.call())), "fused")
 
 
 @EXAMPLES
 @given(cases(), STRIDES)
 def test_auto_never_changes_the_answer(case: Case, strides: str) -> None:
     case = case.to(torch.float64, strides)
-    same(case, case.with_gradients(case.attend("auto")))
+    assert_accurate(case, case.with_gradients(case.attend("auto")), "auto")
 
 
 @pytest.mark.parametrize("kernel", kernels.available())
@@ -91,7 +83,7 @@ def test_larger_than_one_strip(kernel: str) -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 6, 331, 16), torch.randn(3, 2, 347, 16), torch.randn(3, 2, 347, 16)
     case = Case(q, k, v, {"mask": regard_mask()}).to(torch.float32, "transposed")
-    assert_as_good_as_plain(case, case.with_gradients(case.attend(kernel)), kernel)
+    assert_accurate(case, case.with_gradients(case.attend(kernel)), kernel)
 
 
 def regard_mask():

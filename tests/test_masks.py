@@ -572,3 +572,61 @@ def test_a_mask_that_is_said_to_see_all_hides_nothing(mask: Mask, first: int, qu
 def test_the_last_query_sees_all(mask: Mask) -> None:
     assert mask.sees_all(6, 1, 7)
     assert not mask.sees_all(5, 2, 7)
+
+
+# --- numbers beyond those that 64 bits hold ------------------------------------------------------------------------------
+
+FAR = [2**31, 2**62 + 1, 2**63 - 1, 2**63, 2**64, 10**40]
+
+
+@pytest.mark.parametrize("kernel", ["auto", *regard.kernels.available()])
+@pytest.mark.parametrize("n", [1, 5, 70])
+@pytest.mark.parametrize("far", FAR)
+def test_a_window_may_reach_as_far_as_it_likes(far: int, n: int, kernel: str) -> None:
+    q, k = torch.randn(1, 2, n, 4), torch.randn(1, 2, 97, 4)
+    for positions in (None, torch.arange(97 - n, 97)):
+        options: dict[str, Any] = {"kernel": kernel, "positions": positions}
+        for wide, narrow in [
+            (Window(before=3, after=far), Window(before=3, after=97)),
+            (Window(before=far, after=1), Window(before=97, after=1)),
+            (Window(far) & Causal(), Window(97) & Causal()),
+            (Prefix(far) & Window(2), Window(2)),
+        ]:
+            assert torch.equal(
+                regard.attend(q, k, k, mask=wide, **options), regard.attend(q, k, k, mask=narrow, **options)
+            )
+
+
+@pytest.mark.parametrize("far", FAR)
+def test_surveys_and_blocks_of_far_reaching_masks(far: int) -> None:
+    for mask in (Window(far), Window(before=far, after=far), Prefix(far)):
+        seen = mask.dense(5, 7, positions=torch.tensor([0, 3, -(2**61), 2**61, 6]))
+        right = torch.ones(5, 7, dtype=torch.bool)
+        if isinstance(mask, Window) and far == 2**31:
+            right[2:4] = False
+        if mask.fields == ("before", "after") and not mask.after:
+            right &= torch.arange(7) <= torch.tensor([0, 3, -(2**61), 2**61, 6])[:, None]
+        assert torch.equal(seen[0, 0].expand(5, 7), right)
+
+
+@pytest.mark.parametrize("where", [2**61 + 1, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("what", ["positions", "key_positions"])
+def test_positions_whose_sums_would_not_fit_are_refused(what: str, where: int) -> None:
+    q = torch.zeros(1, 1, 3, 2)
+    with pytest.raises(ValueError, match=rf"{what}: expected numbers from -2\*\*61 to 2\*\*61, received {where}"):
+        regard.attend(q, q, q, mask=Causal(), **{what: torch.tensor([0, where, 1])})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("first", [2**61 + 1, 10**30, -(2**63)])
+def test_a_first_position_beyond_all_is_refused(first: int) -> None:
+    q = torch.zeros(1, 1, 3, 2)
+    with pytest.raises(ValueError, match=r"positions: expected numbers from"):
+        regard.attend(q, q, q, mask=Window(2), positions=first)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64])
+def test_parts_of_lengths_do_not_wrap_around(dtype: torch.dtype) -> None:
+    tile = Tile(300, slice(None), slice(0, 2), slice(200, 203), torch.arange(2)[None], torch.arange(3)[None])
+    least = torch.iinfo(dtype).min
+    assert Padding(lengths=torch.tensor([5, least], dtype=dtype)).part(tile, slice(0, 1), 0).lengths.tolist() == [0, 0]
+    assert Prefix(torch.tensor([5, least], dtype=dtype)).part(tile, slice(0, 1), 200).n.tolist() == [0, 0]

@@ -20,7 +20,8 @@ from regard import kernels
 from regard.errors import bad_type, bad_value, shape_of
 from regard.kernels import Call, blockwise, native, reference
 from regard.kernels.dropout import Dropout, new_seed
-from regard.masks import And, Mask, as_mask, conjuncts
+from regard.kernels.tracing import traced
+from regard.masks import FARTHEST, And, Mask, as_mask, conjuncts
 from regard.measures import Measure, MeasureLike, Measurements, Plane, Survey, as_measures
 from regard.positions import Alibi, Bias, DenseBias, RelativeBias, as_biases
 from regard.positions.bias import Buckets
@@ -342,6 +343,7 @@ def prepare(
     q_start = m - n
     if key_positions is not None:
         key_positions = _positions("key_positions", key_positions, batch, m, device)
+        _check_reach("key_positions", key_positions)
         if positions is None:
             if n > m:
                 raise bad_value(
@@ -352,8 +354,10 @@ def prepare(
             positions = key_positions[:, m - n :]
     if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
         q_start, positions = positions, None
+        _check_reach("positions", q_start)
     elif positions is not None:
         positions = _positions("positions", positions, batch, n, device)
+        _check_reach("positions", positions)
     if mask is not None and positions is None and key_positions is None and not torch.compiler.is_compiling():
         parts = [part for part in conjuncts(mask) if not part.sees_all(q_start, n, m)]
         mask = functools.reduce(And, parts) if parts else None  # what hides nothing need not be asked again
@@ -463,3 +467,15 @@ def _positions(what: str, positions: object, batch: int, length: int, device: to
             what, expected=f"shape ({length},) or ({batch}, {length})", received=f"shape {shape_of(positions)}"
         )
     return positions
+
+
+def _check_reach(what: str, positions: Tensor | int) -> None:
+    """Sums and differences of positions and windows must fit int64."""
+    if isinstance(positions, Tensor):
+        if positions.device.type != "cpu" or traced(positions) or not positions.numel():
+            return  # (on other devices the answer would have to be waited for)
+        least, most = (int(x) for x in positions.aminmax())
+    else:
+        least = most = positions
+    if least < -FARTHEST or most > FARTHEST:
+        raise bad_value(what, expected="numbers from -2**61 to 2**61", received=least if least < -FARTHEST else most)

@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+FARTHEST = 2**61  # of a position from 0. Differences are up to twice that, and what is added to these still fits int64
 
 
 class Tile(NamedTuple):
@@ -262,12 +263,9 @@ class Window(Mask):
                 remedy="Window(128), or Window(before=127, after=0)",
             )
         if size is not None:
-            _whole_number("Window size", size, at_least=1)
-            before, after = size - 1, 0
-        self.before = 0 if before is None else before
-        self.after = 0 if after is None else after
-        _whole_number("Window before", self.before, at_least=0)
-        _whole_number("Window after", self.after, at_least=0)
+            before, after = _whole_number("Window size", size, at_least=1) - 1, 0
+        self.before = _whole_number("Window before", 0 if before is None else before, at_least=0)
+        self.after = _whole_number("Window after", 0 if after is None else after, at_least=0)
 
     def block(self, tile: Tile) -> Tensor:
         ahead = tile.k_positions[:, None, :] - tile.q_positions[:, :, None]  # (B|1, n, m)
@@ -299,10 +297,9 @@ class Prefix(Mask):
 
     def __init__(self, n: int | Tensor) -> None:
         if isinstance(n, Tensor):
-            n = _integers("Prefix", n, dims=1, say="an integer, or an integer tensor (B,)")
+            self.n = _integers("Prefix", n, dims=1, say="an integer, or an integer tensor (B,)").to(torch.int64)
         else:
-            _whole_number("Prefix", n, at_least=0)
-        self.n = n
+            self.n = _whole_number("Prefix", n, at_least=0)
 
     def _n(self, batch: slice) -> Tensor | int:
         return _of_batch(self.n, batch)[:, None] if isinstance(self.n, Tensor) else self.n
@@ -311,7 +308,7 @@ class Prefix(Mask):
         return (tile.k_positions < self._n(tile.batch))[:, None, None, :]
 
     def part(self, tile: Tile, heads: slice, shift: int) -> Mask:
-        return Prefix((self.n - shift).clamp(min=0) if isinstance(self.n, Tensor) else max(self.n - shift, 0))
+        return Prefix(self.n.clamp(min=shift) - shift if isinstance(self.n, Tensor) else max(self.n - shift, 0))
 
     def survey(self, grid: Grid) -> Survey:
         low, high = grid.cols(grid.k_positions)
@@ -353,7 +350,7 @@ class Padding(Mask):
                     received=f"a boolean tensor of shape {shape_of(lengths)}",
                     remedy="Padding(keep=...) takes the boolean (B, M) mask of real tokens",
                 )
-            lengths = _integers("Padding lengths", lengths, dims=1, say="an integer tensor (B,)")
+            lengths = _integers("Padding lengths", lengths, dims=1, say="an integer tensor (B,)").to(torch.int64)
         if keep is not None:
             keep = _booleans("Padding keep", keep)
             if keep.dim() != 2:
@@ -371,7 +368,7 @@ class Padding(Mask):
         if self.keep is not None:
             return Padding(keep=self.keep[:, tile.cols])
         assert self.lengths is not None
-        return Padding(lengths=(self.lengths - tile.cols.start).clamp(min=0))
+        return Padding(lengths=self.lengths.clamp(min=tile.cols.start) - tile.cols.start)
 
     def survey(self, grid: Grid) -> Survey:
         if self.keep is not None:
@@ -636,11 +633,13 @@ def _of_batch(tensor: Tensor, batch: slice) -> Tensor:
     return tensor if tensor.shape[0] == 1 else tensor[batch]
 
 
-def _whole_number(what: str, value: object, *, at_least: int) -> None:
+def _whole_number(what: str, value: object, *, at_least: int) -> int:
+    """The number itself; or the largest distance of two positions, where it is larger."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise bad_type(what, expected="an integer", received=f"{type(value).__name__} {value!r}")
     if value < at_least:
         raise bad_value(what, expected=f"at least {at_least}", received=value)
+    return value if isinstance(value, torch.SymInt) else min(value, 2 * FARTHEST)  # pyright: ignore[reportReturnType]
 
 
 def _integers(what: str, tensor: object, *, dims: int, say: str) -> Tensor:

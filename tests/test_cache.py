@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable, Iterator
 
@@ -541,6 +542,156 @@ def test_a_copy_goes_its_own_way(new: Callable, copied: Callable) -> None:
     expected = new()
     whole = feed(layer, x, expected, [7, 2], mask=Causal())
     torch.testing.assert_close(layer(x[:, 7:], mask=Causal(), cache=cache), whole[:, 7:], **TIGHT)
+
+
+# ----------------------------------------------------------------------------------------------------
+# Whose cache it is, and of what
+
+
+@pytest.mark.parametrize("new", [KVCache, lambda: RollingCache(5, 1)], ids=["KVCache", "RollingCache"])
+def test_one_cache_for_two_layers_is_refused(new: Callable) -> None:
+    first, second, x = new_layer("rotary"), new_layer("rotary"), text(5)
+    cache = new()
+    first(x[:, :3], mask=Causal(), cache=cache)
+    words = r"cache: expected one for each layer, received one with 3 tokens of another layer; remedy: \[KVCache\(\)"
+    with pytest.raises(ValueError, match=words):
+        second(x[:, :3], mask=Causal(), cache=cache)
+    expected = feed(first, x, new(), [3, 2], mask=Causal())
+    torch.testing.assert_close(first(x[:, 3:], mask=Causal(), cache=cache), expected[:, 3:], **TIGHT)
+    with pytest.raises(ValueError, match="expected one for each layer"):
+        copy.deepcopy(first)(x[:, :1], cache=cache)
+    cache.clear()  # as the remedy says
+    torch.testing.assert_close(second(x, cache=cache), second(x, cache=new()), **TIGHT)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))], ids=["deepcopy", "pickle"])
+def test_copies_of_a_cache_go_with_copies_of_the_layer(copied: Callable) -> None:
+    layer, x = new_layer("rotary"), text(5)
+    cache = KVCache()
+    layer(x[:, :3], mask=Causal(), cache=cache)
+    twin, kept = copied((layer, cache))
+    torch.testing.assert_close(twin(x[:, 3:], mask=Causal(), cache=kept), layer(x, mask=Causal())[:, 3:], **TIGHT)
+    with pytest.raises(ValueError, match="expected one for each layer"):
+        layer(x[:, 3:], mask=Causal(), cache=kept)
+
+
+def test_a_layer_that_is_gone_does_not_keep_its_cache() -> None:
+    layer, x = new_layer(), text(5)
+    twin, cache = copy.deepcopy(layer), KVCache()
+    layer(x[:, :3], mask=Causal(), cache=cache)
+    expected = layer(x, mask=Causal())
+    del layer
+    gc.collect()
+    torch.testing.assert_close(twin(x[:, 3:], mask=Causal(), cache=cache), expected[:, 3:], **TIGHT)
+
+
+def test_a_call_that_failed_does_not_own_the_cache() -> None:
+    first, second, x = new_layer(), new_layer(), text(5)
+    cache = KVCache()
+    with pytest.raises(ValueError, match="Keep: expected a mask"):
+        first(x, mask=torch.ones(11, 13, dtype=torch.bool), cache=cache)
+    second(x, cache=cache)
+    second(x, cache=cache)
+
+
+def test_other_weights_in_a_functional_call_are_the_same_layer() -> None:
+    layer, x = new_layer("rotary"), text(5)
+    weights = {name: parameter.clone() for name, parameter in layer.named_parameters()}
+    cache = KVCache()
+    parts = [
+        torch.func.functional_call(layer, weights, (part,), {"mask": Causal(), "cache": cache})
+        for part in x.split([3, 2], 1)
+    ]
+    torch.testing.assert_close(torch.cat(parts, 1), layer(x, mask=Causal()), **TIGHT)
+
+
+@pytest.mark.parametrize("same", ["object", "view", "numbers", "unbatched"])
+@pytest.mark.parametrize("new", [KVCache, lambda: RollingCache(20)], ids=["KVCache", "RollingCache"])
+def test_a_memory_that_is_appended_again_is_noticed(new: Callable, same: str) -> None:
+    layer, x, memory = new_layer("rotary"), text(1, batch=1), text(7, batch=1)
+    cache = new()
+    layer(x, memory, cache=cache)
+    again = {"object": memory, "view": memory[:, :], "numbers": memory.clone(), "unbatched": memory[0]}[same]
+    words = r"cache: expected new keys, received the memory that it holds already, \(1, 7, 12\).*KVCache\(once=True\)"
+    with pytest.raises(ValueError, match=words):
+        layer(x if again.dim() == 3 else x[0], again, cache=cache)
+    assert len(cache) == 7
+
+
+def test_a_memory_that_grows_by_equal_pieces_is_said_to_grow() -> None:
+    layer, x, silence = new_layer(), text(2), torch.zeros(B, 3, W, dtype=torch.float64)
+    cache = KVCache(once=False)
+    for _ in range(2):
+        out = layer(x, silence, cache=cache)
+    torch.testing.assert_close(out, layer(x, torch.cat([silence, silence], 1)), **TIGHT)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_another_memory_is_not_answered_by_the_first(mode: Callable) -> None:
+    layer, x = new_layer("rotary"), text(2)
+    with mode():
+        memory = text(7)
+        cache = KVCache(once=True)
+        first = layer(x, memory, cache=cache)
+        for same in (memory, memory.clone(), memory[:, :], memory.transpose(1, 2).contiguous().transpose(1, 2)):
+            torch.testing.assert_close(layer(x, same, cache=cache), first, **TIGHT)
+        changed, swapped = memory.clone(), memory.flip(1)
+        changed[1, 6, 11] += 1e-9
+        words = r"key, value: expected the memory that the cache was filled with, or none, received another one.*clear\(\)"
+        for other in (changed, swapped, text(7), text(5)):
+            with pytest.raises(ValueError, match=words):
+                layer(x, other, cache=cache)
+        with pytest.raises(ValueError, match=words):
+            layer(x, memory, changed, cache=cache)  # other values
+        torch.testing.assert_close(layer(x, cache=cache), first, **TIGHT)
+        cache.clear()
+        torch.testing.assert_close(layer(x, changed, cache=cache), layer(x, changed), **TIGHT)
+
+
+def test_a_memory_that_was_changed_in_place_is_another() -> None:
+    layer, x, memory = new_layer(), text(2), text(7)
+    cache = KVCache(once=True)
+    layer(x, memory, cache=cache)
+    memory += 1
+    with pytest.raises(ValueError, match="received another one"):
+        layer(x, memory, cache=cache)
+
+
+def test_beams_take_their_memory_along() -> None:
+    layer, x, memory = new_layer(), text(1, batch=3), text(7)
+    cache = KVCache(once=True)
+    layer(x[:2], memory, cache=cache)
+    rows = torch.tensor([1, 1, 0])
+    cache.reorder(rows)
+    torch.testing.assert_close(layer(x, memory[rows], cache=cache), layer(x, memory[rows]), **TIGHT)
+    with pytest.raises(ValueError, match="received another one"):
+        layer(x, memory[[0, 1, 0]], cache=cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_memories_of_any_dtype_are_compared(dtype: torch.dtype) -> None:
+    layer, x, memory = new_layer().to(dtype), text(2).to(dtype), text(7).to(dtype)
+    cache = KVCache(once=True)
+    layer(x, memory, cache=cache)
+    layer(x, memory.clone(), cache=cache)
+    with pytest.raises(ValueError, match="received another one"):
+        layer(x, memory + 1, cache=cache)
+
+
+def test_a_cache_that_is_filled_once_is_not_for_self_attention() -> None:
+    layer, x = new_layer(), text(5)
+    cache = KVCache(once=True)
+    layer(x[:, :3], mask=Causal(), cache=cache)
+    with pytest.raises(ValueError, match=r"KVCache\(once=True\): expected cross attention.*self attention, a second time"):
+        layer(x[:, 3:], mask=Causal(), cache=cache)
+
+
+def test_a_compiled_layer_takes_caches() -> None:
+    layer, x = new_layer(), text(5)
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    cache = KVCache()
+    out = torch.cat([compiled(part, mask=Causal(), cache=cache) for part in x.split([3, 2], 1)], 1)
+    torch.testing.assert_close(out, layer(x, mask=Causal()), **TIGHT)
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -3,17 +3,20 @@
 `KVCache` grows and keeps everything. `RollingCache` is bounded: it keeps the first few tokens and the last `window`.
 
 A layer asks a cache to `extend` itself by new keys and values, and gets all of them back together with where they stand
-(`Slots`), so that masks and rotary are right. It does so `attending`, after which a cache may forget.
+(`Slots`), so that masks and rotary are right. It does so `attending`, after which a cache may forget. What was held before
+is never written over, so a call that fails, of one layer or of several (`together`), is undone by taking back what the
+caches referred to before it.
 
 Letters: B batch, G kv heads, N new tokens, M slots after appending, D head width of keys, E head width of values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +24,7 @@ from torch import Tensor
 from regard.errors import bad_type, bad_value, shape_of
 from regard.masks import Causal, Mask, Padding, Prefix, Window
 
-__all__ = ["KVCache", "RollingCache", "Slots", "Turn"]
+__all__ = ["KVCache", "RollingCache", "Slots", "Turn", "together", "tokens_read"]
 
 # Turns keys to where they stand: (keys, positions or the first of them, length of the whole if known) -> keys
 Turn: TypeAlias = Callable[[Tensor, "Tensor | int", "int | None"], Tensor]
@@ -42,13 +45,73 @@ class Slots:
     last: int = 0
 
 
+class _Memory:
+    """What cross attention was given as key and value, (B, M, W) each: known again, but not kept."""
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        self.shapes = (key.shape, value.shape)
+        self.checksums = [_checksum(x) for x in ((key,) if value is key else (key, value))]
+        self.objects: list[tuple[weakref.ref[Tensor], int | None]] | None = _identity(key, value)
+
+    def is_same(self, key: Tensor, value: Tensor) -> bool:
+        """Whether these are the same tensors, unchanged; or others with the same numbers."""
+        if self.shapes != (key.shape, value.shape):
+            return False
+        if not self._are_known(key, value):
+            other = _Memory(key, value)
+            sums, others = ([*each.checksums, each.checksums[-1]][:2] for each in (self, other))
+            if not all(torch.equal(a.to(b.device), b) for a, b in zip(sums, others, strict=True)):
+                return False
+        self.objects = _identity(key, value)  # known at once the next time
+        return True
+
+    def _are_known(self, key: Tensor, value: Tensor) -> bool:
+        known = self.objects or []
+        return len(known) == 2 and all(
+            ref() is x and version == _version(x) for (ref, version), x in zip(known, (key, value), strict=True)
+        )
+
+    def reorder(self, rows: Tensor) -> _Memory:
+        """That of a batch of these rows."""
+        new = object.__new__(_Memory)
+        new.shapes = tuple(torch.Size((len(rows), *shape[1:])) for shape in self.shapes)
+        new.checksums = [x.index_select(0, rows) for x in self.checksums]
+        new.objects = None
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:  # weak references do not travel with copies
+        return {**vars(self), "objects": None}
+
+
+def _version(x: Tensor) -> int | None:
+    """How often it was changed in place, where that is counted: not in inference mode."""
+    return None if x.is_inference() else x._version
+
+
+def _identity(*tensors: Tensor) -> list[tuple[weakref.ref[Tensor], int | None]]:
+    return [(weakref.ref(x), _version(x)) for x in tensors]
+
+
+def _checksum(x: Tensor) -> Tensor:
+    """The bits of each row of x (B, M, W) as one integer, (B,): exact, whatever the order of the sum."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    bits = x.detach().contiguous().view(integers).flatten(1).to(torch.int64)
+    return (bits * torch.arange(1, 2 * bits.shape[1], 2, device=x.device)).sum(1)
+
+
 class KVCache:
     """Keys and values that grow as tokens come, by doubling: a token costs O(1) on average, never a copy of all.
 
     Args:
         capacity: room to start with, in tokens (it grows all the same).
         limit: the most tokens it may hold; one more raises. No limit by default.
-        once: keep the first keys and values for good: those of cross attention are computed in the first call only.
+        once: True keeps the first keys and values for good: those of cross attention are computed in the first call
+            only. False appends what cross attention is given in each call: a memory that comes in pieces. By default
+            as False, but the same memory once more is refused.
+
+    It belongs to the layer that filled it, until `clear()`: another layer raises. With `once=True` another memory raises,
+    too, until `clear()` (compared by its numbers, unless it is the same tensor; a tensor of inference mode that was changed
+    in place goes unnoticed). Copies belong to nobody yet. None of this is checked in compiled code.
 
     Rows of different lengths: append padded on the right, then `truncate(lengths)`; each row goes on at its own length.
 
@@ -59,7 +122,7 @@ class KVCache:
     (4, torch.Size([1, 2, 4, 5]))
     """
 
-    def __init__(self, capacity: int = 0, *, limit: int | None = None, once: bool = False) -> None:
+    def __init__(self, capacity: int = 0, *, limit: int | None = None, once: bool | None = None) -> None:
         if capacity < 0 or (limit is not None and limit < max(capacity, 1)):
             raise bad_value(
                 "KVCache",
@@ -76,6 +139,12 @@ class KVCache:
         self._length = 0
         self._lengths: Tensor | None = None  # (B,), only where rows differ
         self._positions: Tensor | None = None  # (1|B, M), only where the caller gave positions
+        self._layer: weakref.ref[object] | None = None  # that filled it
+        self._memory: _Memory | None = None  # that cross attention was given last
+        self._own = False  # whether keys were last made of the queries' own tokens
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy may be another layer's
+        return {**vars(self), "_layer": None}
 
     def __len__(self) -> int:
         return self._length
@@ -107,7 +176,53 @@ class KVCache:
     @property
     def complete(self) -> bool:
         """Whether keys and values are there for good and need not be computed again."""
-        return self.once and self._length > 0
+        return bool(self.once) and self._length > 0
+
+    def check_source(self, layer: object, key: Tensor, value: Tensor, *, own: bool) -> None:
+        """Raise where what is held is not of this layer, or not of these inputs (B, M, W); `own`: of self attention."""
+        if not self._length:
+            return
+        filled_by = None if self._layer is None else self._layer()
+        if filled_by is not None and filled_by is not layer:
+            raise bad_value(
+                "cache",
+                expected="one for each layer",
+                received=f"one with {self._length} tokens of another layer",
+                remedy="[KVCache() for _ in layers]; clear() it to give it to another layer",
+            )
+        if self.complete and own and self._own:
+            raise bad_value(
+                "KVCache(once=True)",
+                expected="cross attention: it takes no more tokens",
+                received="self attention, a second time",
+                remedy="KVCache()",
+            )
+        if own or self._memory is None:
+            return
+        if self.complete and not self._memory.is_same(key, value):
+            raise bad_value(
+                "key, value",
+                expected="the memory that the cache was filled with, or none",
+                received=f"another one, {shape_of(key)}",
+                remedy="clear() the cache before another memory",
+            )
+        if self.once is None and not self.complete and self._memory.is_same(key, value):
+            raise bad_value(
+                "cache",
+                expected="new keys",
+                received=f"the memory that it holds already, {shape_of(key)}, which would be appended again",
+                remedy="KVCache(once=True), which computes its keys once; KVCache(once=False) appends whatever comes",
+            )
+
+    def set_source(self, layer: object, key: Tensor, value: Tensor, *, own: bool) -> None:
+        """Remember the layer, and what its keys are made of."""
+        self._layer = weakref.ref(layer)
+        if self.complete:
+            if self._memory is None and not own:
+                self._memory = _Memory(key, value)
+            return
+        self._own = own
+        self._memory = None if own or self.once is False else _Memory(key, value)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys (B, G, N, D) and values (B, G, N, E); returns all of them, (B, G, M, D) and (B, G, M, E).
@@ -202,12 +317,15 @@ class KVCache:
     @contextmanager
     def attending(self) -> Iterator[None]:
         """Around one call of a layer: where it fails, the cache is as it was before."""
-        before = dict(vars(self))
-        try:
+        with together([self]):
             yield
-        except BaseException:
-            vars(self).update(before)
-            raise
+
+    def _state(self) -> dict[str, Any]:
+        """What `_restore` takes back. No tensor in it is written to where it holds tokens."""
+        return dict(vars(self))
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
 
     def truncate(self, length: int | Tensor) -> None:
         """Forget all but the first `length` tokens; with a tensor (B,), of each row its own number.
@@ -257,6 +375,8 @@ class KVCache:
             self._lengths = self._lengths.index_select(0, rows)
         if self._positions is not None and self._positions.shape[0] > 1:
             self._positions = self._positions.index_select(0, rows)
+        if self._memory is not None:
+            self._memory = self._memory.reorder(rows)
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
@@ -390,17 +510,28 @@ class RollingCache:
         keys, values = self.append(keys, values)
         return turn(keys, 0, keys.shape[2]), values, slots
 
+    def check_source(self, layer: object, key: Tensor, value: Tensor, *, own: bool) -> None:
+        """Raise where what is held is not of this layer, or is the memory (B, M, W) that is given once more."""
+        self._store.check_source(layer, key, value, own=own)
+
+    def set_source(self, layer: object, key: Tensor, value: Tensor, *, own: bool) -> None:
+        """Remember the layer, and what its keys are made of."""
+        self._store.set_source(layer, key, value, own=own)
+
     @contextmanager
     def attending(self) -> Iterator[None]:
         """Around one call of a layer: a chunk attends before it evicts. Where it fails, all is as it was before."""
-        seen = self.seen
-        try:
-            with self._store.attending():
-                yield
-        except BaseException:
-            self.seen = seen
-            raise
-        self._settle()
+        with together([self]):
+            yield
+            self._settle()
+
+    def _state(self) -> dict[str, Any]:
+        """What `_restore` takes back."""
+        return {"seen": self.seen, "store": self._store._state()}
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+        self._store._restore(state["store"])
 
     def _settle(self) -> None:
         """Forget what no later query can see. The next one sees itself and `window - 1` before it."""
@@ -408,14 +539,15 @@ class RollingCache:
         spare = len(self) - last
         if spare <= 0:
             return
-        for name in ("_keys", "_values"):
+        settled = {}
+        for name in ("_keys", "_values"):  # to new memory: whoever undoes a call goes back to the old
             held = getattr(self._store, name)
-            kept = held[:, :, first + spare : last + spare]
-            if spare > last:  # a long chunk: let go of the room that it took
-                setattr(self._store, name, torch.cat([held[:, :, :first], kept], dim=2))
-            else:
-                held[:, :, first:last] = kept.clone()
-        self._store.truncate(last)
+            room = last if spare > last else held.shape[2]  # after a long chunk: let go of the room that it took
+            kept = held.new_zeros(*held.shape[:2], room, held.shape[3])
+            kept[:, :, :first] = held[:, :, :first]
+            kept[:, :, first:last] = held[:, :, first + spare : last + spare]
+            settled[name] = kept
+        vars(self._store).update(settled, _length=last)
 
     def recall(self, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Slots]:
         """Never asked: a rolling cache is never complete."""
@@ -429,3 +561,34 @@ class RollingCache:
         return (
             f"RollingCache(window={self.window}, keep_first={self.keep_first}, holds {len(self)} of {self.seen} tokens)"
         )
+
+
+@contextmanager
+def together(caches: Iterable[KVCache | RollingCache]) -> Iterator[None]:
+    """Around one call of several layers: where it fails, or is interrupted, all of their caches are as they were before.
+
+    Without it a call that ends between two layers leaves one cache longer than the next.
+
+    >>> caches = [KVCache(), KVCache()]
+    >>> token = torch.ones(1, 2, 1, 5)
+    >>> try:
+    ...     with together(caches):
+    ...         _ = caches[0].append(token, token)
+    ...         raise KeyboardInterrupt
+    ... except KeyboardInterrupt:
+    ...     [len(cache) for cache in caches]
+    [0, 0]
+    """
+    caches = list(caches)
+    states = [cache._state() for cache in caches]
+    try:
+        yield
+    except BaseException:
+        for cache, state in zip(caches, states, strict=True):
+            cache._restore(state)
+        raise
+
+
+def tokens_read(cache: KVCache | RollingCache) -> int:
+    """How many tokens a cache has been given and not told to forget; a `RollingCache` holds the last of them."""
+    return cache.seen if isinstance(cache, RollingCache) else len(cache)

@@ -28,6 +28,7 @@ from regard.attention import BiasLike, attend, attention_weights
 from regard.cache import KVCache, RollingCache, Slots
 from regard.configurations import Configuration, configuration
 from regard.errors import bad_type, bad_value, shape_of
+from regard.kernels.tracing import traced
 from regard.linear import project, project_each
 from regard.masks import Mask, as_mask
 from regard.positions import Alibi, RelativeBias, Rotary, Saturated, as_biases
@@ -244,14 +245,16 @@ class MultiHeadAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         spread: Any = None
         if self.spread is None:
-            self._check_inputs(query, key, value)
+            self._check_call(query, key, value, cache)
         else:
-            check = partial(self._check_inputs, query, key, value)
+            check = partial(self._check_call, query, key, value, cache)
             spread = self.spread(query, key, value, check, mask, bias, positions, cache, dropout)
-            entered: list[Tensor] = spread.entered(query, key, value)
-            query, key, value = entered
-
         with nullcontext() if cache is None else cache.attending():
+            if cache is not None and not traced(query, key, value):
+                cache.set_source(self, key, value, own=key is query)
+            if spread is not None:
+                entered: list[Tensor] = spread.entered(query, key, value)
+                query, key, value = entered
             if cache is not None and cache.complete:
                 q = self._split(project(self.q_proj, query), self.q_norm, self.head_dim)  # (B, H, N, D)
                 k, v, slots = cache.recall(positions)
@@ -276,8 +279,8 @@ class MultiHeadAttention(nn.Module):
             weights = None
             if need_weights:
                 weights = attention_weights(q, k, **options) if spread is None else spread.weights(q, k, **options)
-        out = project(self.out_proj, out.transpose(1, 2).flatten(2))  # heads side by side, (B, N, H * E) -> (B, N, W)
-        out = out if spread is None else spread.marked(out)
+            out = project(self.out_proj, out.transpose(1, 2).flatten(2))  # heads side by side: (B, N, H * E) to (B, N, W)
+            out = out if spread is None else spread.marked(out)
         return out if weights is None else (out, weights)
 
     def like(self, x: Tensor, query: Tensor) -> Tensor:
@@ -343,6 +346,11 @@ class MultiHeadAttention(nn.Module):
             "softcap": self.softcap,
             "sinks": self.sinks,
         }
+
+    def _check_call(self, query: Tensor, key: Tensor, value: Tensor, cache: KVCache | RollingCache | None) -> None:
+        self._check_inputs(query, key, value)
+        if cache is not None and not traced(query, key, value):
+            cache.check_source(self, key, value, own=key is query)
 
     def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         for what, x, width in (

@@ -6,13 +6,14 @@ Letters: B batch, N new tokens, M tokens so far (cached and new), W model width,
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from regard.cache import KVCache, RollingCache
+from regard.cache import KVCache, RollingCache, together, tokens_read
 from regard.errors import bad_type, bad_value, shape_of
 from regard.linear import project
 from regard.masks import Causal, Mask, Padding, Window
@@ -60,17 +61,21 @@ class Decoder(TextModel):
         Args:
             ids: (B, N), or (N,) for one text.
             keep: (B, M), True where there is a token and not padding (left or right); with a cache M = cached + N.
-            cache: from `new_cache()`, updated in place; `ids` go on after what it holds.
+            cache: from `new_cache()`, updated in place; `ids` go on after what it holds. A call that fails or is
+                interrupted leaves it as it was, in all layers.
             head: False gives what the head reads, (B, N, W), as `hidden` does.
 
         Returns:
             (B, N, V); what stands at padding is without meaning.
         """
-        states = self.hidden(ids, keep=keep, cache=cache)
-        if not head:
-            return states
-        logits = project(self.head, states)
-        return logits if self.spread is None else self.spread.like(logits, states)
+        if self.spread is None:  # (else `hidden` refuses a cache, on all ranks)
+            self._check_cache(cache)
+        with nullcontext() if cache is None or self.spread is not None else together(cache):
+            states = self.hidden(ids, keep=keep, cache=cache)
+            if not head:
+                return states
+            logits = project(self.head, states)
+            return logits if self.spread is None else self.spread.like(logits, states)
 
     def hidden(
         self,
@@ -106,11 +111,12 @@ class Decoder(TextModel):
             self.embedding.check(positions, text.length)  # of the whole: a part may well be near enough
             x = text.marked(self.embedding(ids, text.part(positions)))
         slots = self._slots(ids.shape[1], keep, held)
-        for i, block in enumerate(self.blocks):
-            if states is not None:
-                states.append(x)
-            x = block(x, mask=self._mask(i, keep), positions=slots, cache=None if cache is None else cache[i])
-        x = self.norm(x) if text is None else text.marked(self.norm(x))
+        with nullcontext() if cache is None else together(cache):
+            for i, block in enumerate(self.blocks):
+                if states is not None:
+                    states.append(x)
+                x = block(x, mask=self._mask(i, keep), positions=slots, cache=None if cache is None else cache[i])
+            x = self.norm(x) if text is None else text.marked(self.norm(x))
         if states is not None:
             states.append(x)
         return x
@@ -152,14 +158,17 @@ class Decoder(TextModel):
             top_p: draw among the likeliest that together have this probability only.
             seed: for drawing the same again.
             stop: end before any of these strings would be written (it also ends at the model's own end token).
-            cache: from `new_cache()`: the text goes on after what it holds, and it will hold the new text too.
+            cache: from `new_cache()`: the text goes on after what it holds, and it will hold the new text too. After an
+                interrupt it is as it was before the call.
 
         Returns:
             The new text alone.
         """
         rules = generation.Rules(temperature, top_k, top_p, seed)
         if isinstance(text, str):
-            return "".join(generation.stream(self, text, max_new_tokens, rules, stop, cache))
+            pieces = generation.stream(self, text, max_new_tokens, rules, stop, cache)
+            with together(cache or ()):
+                return "".join(pieces)
         return generation.generate_batch(self, text, max_new_tokens, rules, stop, cache)
 
     def stream(
@@ -175,7 +184,8 @@ class Decoder(TextModel):
         cache: Cache | None = None,
     ) -> Iterator[str]:
         """As `generate` for one text, piece by piece as tokens come. With `max_new_tokens=None` it goes on until the
-        model ends the text itself; with a rolling cache that may be never."""
+        model ends the text itself; with a rolling cache that may be never. Left or interrupted, a cache that was given holds
+        all tokens so far (or nothing new, if the text itself was not read to its end)."""
         rules = generation.Rules(temperature, top_k, top_p, seed)
         return generation.stream(self, text, max_new_tokens, rules, stop, cache)
 
@@ -208,7 +218,7 @@ class Decoder(TextModel):
         return places.clamp_(min=0)[:, -new:]
 
     def _check_cache(self, cache: Cache | None) -> None:
-        """Raise where it is not one cache for each layer."""
+        """Raise where it is not one cache for each layer, all of them with the same tokens."""
         if cache is None:
             return
         if not isinstance(cache, Sequence) or not all(isinstance(part, (KVCache, RollingCache)) for part in cache):
@@ -217,6 +227,21 @@ class Decoder(TextModel):
         if len(cache) != len(self.blocks):
             raise bad_value("cache", expected=f"one per layer, {len(self.blocks)}", received=len(cache),
                             remedy="model.new_cache()")  # fmt: skip
+        if len({id(part) for part in cache}) < len(cache):
+            raise bad_value("cache", expected="one of its own for each layer", received="one for several layers",
+                            remedy="model.new_cache()")  # fmt: skip
+        read = [tokens_read(part) for part in cache]
+        if len(set(read)) > 1:
+            least = "" if any(isinstance(part, RollingCache) for part in cache) else (
+                f", or for part in cache: part.truncate({min(read)}), and read what comes after once more")  # fmt: skip
+            raise bad_value("cache", expected="the same tokens in each layer", received=f"{read} tokens",
+                            remedy=f"read the text again with model.new_cache(){least}")  # fmt: skip
+        rows = [part.lengths for part in cache if isinstance(part, KVCache) and part.ragged]
+        if rows and not torch.compiler.is_compiling():
+            same = len(rows) == len(cache) and all(one is not None and torch.equal(rows[0], one) for one in rows)
+            if not same:
+                raise bad_value("cache", expected="rows of the same lengths in each layer", received="others",
+                                remedy="truncate each layer's with the same lengths")  # fmt: skip
 
     def _held(self, cache: Cache | None, keep: Tensor | None, new: int) -> Tensor | int:
         """How many tokens the cache holds; (B,) where rows differ. Raises where `keep` does not count them all."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from regard.cache import RollingCache
+from regard.cache import RollingCache, together, tokens_read
 from regard.errors import bad_type, bad_value
 from regard.linear import project
 from regard.models.text import padded
@@ -108,10 +108,11 @@ def tokens(
 def _prefill(model: Decoder, ids: Tensor, cache: Cache) -> Tensor:
     """Hidden states at the tokens of a text, (B, N, W); of the last piece, where a rolling cache reads it in pieces."""
     step = cache[0].window if isinstance(cache[0], RollingCache) else ids.shape[1]
-    for start in range(0, ids.shape[1] - step, step):
-        model(ids[:, start : start + step], cache=cache, head=False)
-    rest = ids.shape[1] % step or step
-    return model(ids[:, -rest:], cache=cache, head=False)
+    with together(cache):
+        for start in range(0, ids.shape[1] - step, step):
+            model(ids[:, start : start + step], cache=cache, head=False)
+        rest = ids.shape[1] % step or step
+        return model(ids[:, -rest:], cache=cache, head=False)
 
 
 def stream(
@@ -144,7 +145,7 @@ def _stream(
         return
     writer = Writer(model, stops, rows[0])
     cache = model.new_cache(capacity=len(rows[0]) + (count or 0)) if given is None else given
-    chosen = None
+    chosen, written, read = None, 0, tokens_read(cache[0]) + len(rows[0])
     try:
         for written, chosen in enumerate(tokens(model, rows, rules, cache, count), 1):
             if int(chosen) in model.config.eos:
@@ -156,15 +157,16 @@ def _stream(
             if ended or written == count:
                 yield "" if ended else writer.finish()
                 break
-    except GeneratorExit:  # left by the caller, who may go on with the cache
-        _read_last(model, chosen, given)
+    except BaseException:  # left by the caller, or interrupted: the cache may be gone on with
+        _read_last(model, chosen, given, read + written)
         raise
-    _read_last(model, chosen, given)
+    _read_last(model, chosen, given, read + written)
 
 
-def _read_last(model: Decoder, chosen: Tensor | None, cache: Cache | None) -> None:
-    """Who gave a cache will go on with it: it has yet to see the last token, where there is a position left for it."""
-    if cache is None or chosen is None:
+def _read_last(model: Decoder, chosen: Tensor | None, cache: Cache | None, tokens: int) -> None:
+    """Who gave a cache will go on with it: it has yet to see the last of its `tokens` (unless the call that read it was
+    over when it was interrupted), where there is a position left for it."""
+    if cache is None or chosen is None or tokens_read(cache[0]) >= tokens:
         return
     if model.embedding.places is not None and len(cache[0]) >= (model.config.context or 0):
         return

@@ -17,18 +17,23 @@ from regard.errors import bad_type, bad_value
 from regard.heads import Layer, Record, Role
 from regard.heads.roles import roles
 from regard.heads.table import scalars
-from regard.measures import Heatmap
+from regard.measures import Heatmap, Links
 
 __all__ = ["Panel", "Scene", "sizes"]
+
+STRIP = 256  # queries whose weights are pooled at once
 
 
 @dataclass
 class Panel:
-    """One layer of a scene, of one text: its map's labels, and what is known of each of its heads."""
+    """One layer of a scene, of one text: its map's labels, and what is known of each of its heads. Padding is not part
+    of the text: `rows` and `cols` are the layer's queries and keys that are."""
 
     number: int
     layer: Layer
     item: int  # of the batch
+    rows: range
+    cols: range
     queries: Labels
     keys: Labels
     measures: dict[str, Tensor] = field(default_factory=dict)  # one number for each head: (H,)
@@ -48,6 +53,13 @@ class Panel:
         return len(self.queries), len(self.keys)
 
     @property
+    def whole(self) -> bool:
+        """Whether the text fills the layer's map, without padding."""
+        text = self.layer.text
+        assert text is not None
+        return (len(self.rows), len(self.cols)) == (text.queries, text.total)
+
+    @property
     def drawable(self) -> bool:
         """Whether there are maps: q and k were kept, or heatmaps measured."""
         return self.layer.exact or self.layer.has("heatmap")
@@ -58,15 +70,34 @@ class Panel:
 
     def weights(self, head: int, rows: slice | None = None, cols: slice | None = None) -> Tensor:
         """Exact weights of one head, (N, M) or a part."""
-        return self.layer.weights(head, rows, cols, batch=self.item).float().cpu()
+        return self._weights(head, rows, cols).float().cpu()
+
+    def _weights(self, head: int | None, rows: slice | None = None, cols: slice | None = None) -> Tensor:
+        return self.layer.weights(head, _of(self.rows, rows), _of(self.cols, cols), batch=self.item)
+
+    def links(self, count: int) -> tuple[Tensor, Tensor]:
+        """Of each query the keys (H, N, count) with the largest weights, and those weights."""
+        found = self.layer.measure(Links(count))["links"]
+        rows = _of(self.rows)
+        keys = found.keys[self.item][:, rows] - self.cols.start
+        return keys.clamp(0, max(len(self.cols) - 1, 0)), found.weights[self.item][:, rows]
 
     def pooled(self, rows: int, cols: int) -> Tensor:
         """The maps of all heads at a size of at most (rows, cols): (H, rows, cols). A cell is the attention that a
         query of its rows gives to all keys of its columns, on average: where each token has a cell, the weights."""
-        n = len(self.queries)
-        if self.layer.exact:
+        n, m = self.shape
+        if self.layer.exact and self.whole:
             heat = self.layer.measure(Heatmap(rows, cols))["heatmap"][self.item]
             counts = sizes(n, heat.shape[1])
+        elif self.layer.exact:
+            rows, cols = min(rows, n), min(cols, m)
+            down, across = torch.arange(n) * rows // max(n, 1), torch.arange(m) * cols // max(m, 1)
+            heat = torch.zeros(self.heads, rows, cols)
+            for first in range(0, n, STRIP):
+                part = self._weights(None, slice(first, first + STRIP)).float().cpu()  # (H, strip, M)
+                strip = part.new_zeros(*part.shape[:2], cols).index_add_(2, across, part)
+                heat.index_add_(1, down[first : first + STRIP], strip)
+            counts = sizes(n, rows)
         elif self.layer.has("heatmap"):
             heat = self.layer.last()["heatmap"][self.item]
             counts = _fewer(sizes(n, heat.shape[1]), rows, 0)
@@ -75,6 +106,12 @@ class Panel:
             raise bad_value("record", expected="one that kept q and k, or measured heatmaps", received=repr(self.layer),
                             remedy='watch(model, keep="qk")')  # fmt: skip
         return (heat / counts.to(heat)[:, None]).float().cpu()
+
+
+def _of(whole: range, part: slice | None = None) -> slice:
+    """A part of a range, as a slice of what the range is of."""
+    inside = whole if part is None else whole[part]
+    return slice(inside.start, max(inside.stop, inside.start))
 
 
 def sizes(tokens: int, cells: int) -> Tensor:
@@ -99,9 +136,10 @@ class Scene:
 
     Args:
         record: what `watch` saw, best with keep="qk"; of several texts in a row the last is drawn.
-        tokens: the text's tokens; a list of them for each item of the batch; or, for an encoder and a decoder, a pair
-            `(source, target)` of such lists. By default `record.tokens`; without any, tokens are numbered.
-        item: which text of the batch.
+        tokens: the text's tokens; a list of them for each item of the batch, with padding (anything that stands for
+            it) or without; or, for an encoder and a decoder, a pair `(source, target)` of such lists. By default
+            `record.tokens`; without any, tokens are numbered.
+        item: which text of the batch. What the record knows to be its padding, before it or after it, is not drawn.
         special: tokens that are special, where their looks do not tell.
     """
 
@@ -117,6 +155,7 @@ class Scene:
         texts = _texts(given, item)
         target = _first_of_target(record)
         labels: dict[Any, Labels] = {}  # those that were made: layers of one text share them
+        inside = _without_padding(record, item, target)
         for number, layer in enumerate(record):
             assert layer.text is not None
             batch = layer.text.shape[0]
@@ -124,7 +163,8 @@ class Scene:
                 raise bad_value("item", expected=f"a text from 0 to {batch - 1}", received=str(item))
             source, own = (texts[0], texts[-1]) if number >= target else (texts[0], texts[0])
             ours = own if layer.kind == "self" else source
-            panel = Panel(number, layer, item, *_named(layer, own, ours, special, labels))
+            rows, cols = inside[number]
+            panel = Panel(number, layer, item, rows, cols, *_named(layer, own, ours, rows, cols, special, labels))
             panel.measures = {name: value.float().cpu() for name, value in scalars(layer).items()}
             panel.roles = _roles(layer, None if own is None or batch > 1 else [str(t) for t in own])
             self.panels.append(panel)
@@ -169,8 +209,39 @@ def _first_of_target(record: Record) -> int:
     return first - 1 if first and kinds[first - 1] == "self" else first
 
 
+def _without_padding(record: Record, item: int, target: int) -> list[tuple[range, range]]:
+    """Of each layer, the queries and the keys of one text that are no padding, before it or after it.
+
+    Self attention tells of both; the keys of cross attention are the queries of the layers before the decoder's."""
+    known: dict[tuple[bool, int], range] = {}  # by whether it is the decoder's, and the number of queries
+    for number, layer in enumerate(record):
+        padding = layer.last_padding()
+        if layer.kind == "self" and padding is not None and item < len(padding):
+            real = padding[item, 0].logical_not().nonzero().flatten().tolist()
+            if real:
+                known[number >= target, padding.shape[2]] = range(real[0], real[-1] + 1)
+    found = []
+    for number, layer in enumerate(record):
+        assert layer.text is not None
+        n, m = layer.text.queries, layer.text.total
+        rows, cols = known.get((number >= target, n), range(n)), range(m)
+        if layer.kind == "cross":
+            cols = known.get((False, m), cols)
+        elif n == m:
+            cols = rows
+        stored = layer.has("heatmap") and not layer.exact  # maps that cannot be cut any more
+        found.append((range(n), range(m)) if stored else (rows, cols))
+    return found
+
+
 def _named(
-    layer: Layer, own: list[Any] | None, others: list[Any] | None, special: Sequence[str], known: dict[Any, Labels]
+    layer: Layer,
+    own: list[Any] | None,
+    others: list[Any] | None,
+    rows: range,
+    cols: range,
+    special: Sequence[str],
+    known: dict[Any, Labels],
 ) -> tuple[Labels, Labels]:
     """The labels of a layer's queries and of its keys, from the tokens of each."""
     text = layer.text
@@ -182,13 +253,15 @@ def _named(
         if n < m == len(own):  # a watch that began in the middle
             own = own[m - n :]
 
-    def labels(what: str, words: list[Any] | None, count: int) -> Labels:
-        key = (count, None if words is None else tuple(map(str, words)))
+    def labels(what: str, words: list[Any] | None, count: int, inside: range) -> Labels:
+        if words is not None and len(words) == count:
+            words = words[_of(inside)]
+        key = (len(inside), None if words is None else tuple(map(str, words)))
         if key not in known:
-            known[key] = _labels(words, count, special, f"{what} of {layer.name}", several)
+            known[key] = _labels(words, len(inside), special, f"{what} of {layer.name}", several)
         return known[key]
 
-    return labels("queries", own, n), labels("keys", others, m)
+    return labels("queries", own, n, rows), labels("keys", others, m, cols)
 
 
 def _labels(words: list[Any] | None, count: int, special: Sequence[str], what: str, padded: bool) -> Labels:

@@ -84,7 +84,7 @@ def _positions(q: _Tokens, k: _Tokens) -> dict[str, Tensor]:
     if (first[k.text] + k.number != slots)[held].any():
         return {"positions": torch.where(real, at, 0), "key_positions": torch.where(held, k.number, 0)}
     at = at + first[q.text]
-    if (at == torch.arange(m - n, m, device=at.device))[real].all():
+    if (at == torch.arange(m - q.text.shape[1], m, device=at.device))[real].all():
         return {}
     return {"positions": torch.where(real, at, m - 1)}
 

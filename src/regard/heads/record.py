@@ -380,8 +380,9 @@ class Record:
     def __init__(self) -> None:
         self.by_name: dict[str, Layer] = {}
         self.unseen: dict[str, str] = {}  # layers that computed attention which could not be read: why, in words
-        self.tokens: Any = None  # a list; a list for each text of a batch; or a pair of source and target
-        self.generated: str | None = None  # what the model wrote, where `look` had it
+        # a list; a list for each text of a batch ("" for padding); or a pair, source and target
+        self.tokens: Any = None
+        self.generated: str | list[str] | None = None  # what the model wrote, where `look` had it; of several texts each
 
     def _repr_html_(self) -> str | None:
         return None if Record.shown_by is None or not self.by_name else Record.shown_by(self)

@@ -21,7 +21,6 @@ from torch import Tensor
 from regard.draw.labels import Labels
 from regard.draw.scene import Panel, Scene
 from regard.heads.table import scalars
-from regard.measures import Links
 
 __all__ = ["Packed", "Plan", "codes", "decoded", "packed", "plan", "step"]
 
@@ -140,10 +139,10 @@ def _layer(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
             for r, c in _where(cells[head], n, m, how.crops)
         ]
         if how.links:
-            found = panel.layer.measure(Links(how.links))["links"]
+            keys, strongest = panel.links(how.links)
             said["links"] = {
-                "keys": blob.whole(found.keys[panel.item].clamp(min=0), 16 if m <= 65536 else 32),
-                "weights": blob.weights(found.weights[panel.item].float().cpu(), 8),
+                "keys": blob.whole(keys, 16 if m <= 65536 else 32),
+                "weights": blob.weights(strongest.float().cpu(), 8),
             }
     flow = _flow(panel, how, blob)
     return said | ({"flow": flow} if flow else {})
@@ -195,7 +194,9 @@ def _flow(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
     layer, (n, m) = panel.layer, panel.shape
     if not layer.keeps_values:
         return {}
-    q, k, v, output = (x[panel.item].float() for x in (layer.q, layer.k, layer.v, layer.output))
+    own, others = (slice(inside.start, inside.stop) for inside in (panel.rows, panel.cols))
+    q, output = (x[panel.item, :, own].float() for x in (layer.q, layer.output))
+    k, v = (x[panel.item, :, others].float() for x in (layer.k, layer.v))
     said: dict[str, Any] = {"head_dim": q.shape[2], "value_dim": v.shape[2], "kv_heads": k.shape[0]}
     result = None
     if layer.projection is not None:
@@ -205,7 +206,8 @@ def _flow(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
         results = []
         for first in range(0, n, ROWS):
             rows = slice(first, first + ROWS)
-            added = layer.projected(rows)[panel.item].float()  # (H, n, W)
+            inside = panel.rows[rows]
+            added = layer.projected(slice(inside.start, inside.stop))[panel.item].float()  # (H, n, W)
             whole = added.sum(0)
             norms[:, rows] = added.norm(dim=-1)
             cosines[:, rows] = torch.nn.functional.cosine_similarity(added, whole, dim=-1)
@@ -228,7 +230,7 @@ def _flow(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
     for name, x in known.items():
         said[name] = blob.signed(x, how.vector_bits)
     if layer.has_input:
-        said["input"] = blob.signed(layer.input[panel.item, first:].float(), how.vector_bits)
+        said["input"] = blob.signed(layer.input[panel.item, own][first:].float(), how.vector_bits)
     if result is not None:
         said["result"] = blob.signed(result[first:], how.vector_bits)
     return said

@@ -144,7 +144,9 @@ def terms(case: Case, lse: bool = False) -> list[Tensor]:
     q, k, v = (x.detach().abs() for x in (call.q, call.k, call.v))
     k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
     tile = call.whole()
-    biases = [b.weight if isinstance(b, DenseBias) else b.block(tile.q_positions, tile.k_positions) for b in call.biases]
+    biases = [
+        b.weight if isinstance(b, DenseBias) else b.block(tile.q_positions, tile.k_positions) for b in call.biases
+    ]
     score = q @ k.mT * abs(call.scale) + sum(b.detach().abs() for b in biases)
     with torch.no_grad():
         p, log = reference.weights(call)

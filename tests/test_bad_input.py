@@ -462,7 +462,9 @@ def test_a_cache_of_another_batch_or_layer() -> None:
             ValueError, match=r"cached keys: .*\(2, 3, 4\), received \(1, 3, 4\); remedy: one cache per layer"
         ):
             layer(X[:1], cache=cache)
-        with pytest.raises(ValueError, match=r"cache: expected one for each layer, received one with \d+ tokens of another"):
+        with pytest.raises(
+            ValueError, match=r"cache: expected one for each layer, received one with \d+ tokens of another"
+        ):
             MultiHeadAttention(12, 2)(X, cache=cache)
 
 

@@ -637,7 +637,9 @@ def test_another_memory_is_not_answered_by_the_first(mode: Callable) -> None:
             torch.testing.assert_close(layer(x, same, cache=cache), first, **TIGHT)
         changed, swapped = memory.clone(), memory.flip(1)
         changed[1, 6, 11] += 1e-9
-        words = r"key, value: expected the memory that the cache was filled with, or none, received another one.*clear\(\)"
+        words = (
+            r"key, value: expected the memory that the cache was filled with, or none, received another one.*clear\(\)"
+        )
         for other in (changed, swapped, text(7), text(5)):
             with pytest.raises(ValueError, match=words):
                 layer(x, other, cache=cache)
@@ -682,7 +684,9 @@ def test_a_cache_that_is_filled_once_is_not_for_self_attention() -> None:
     layer, x = new_layer(), text(5)
     cache = KVCache(once=True)
     layer(x[:, :3], mask=Causal(), cache=cache)
-    with pytest.raises(ValueError, match=r"KVCache\(once=True\): expected cross attention.*self attention, a second time"):
+    with pytest.raises(
+        ValueError, match=r"KVCache\(once=True\): expected cross attention.*self attention, a second time"
+    ):
         layer(x[:, 3:], mask=Causal(), cache=cache)
 
 

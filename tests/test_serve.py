@@ -690,10 +690,14 @@ def test_whatever_a_job_raises_it_fails_in_words_and_the_next_one_is_served(jobs
 def test_a_tokenizer_that_panics_fails_its_job_in_words_and_the_next_one_is_served(jobs):
     model = tiny()
     queue, cut = jobs(model), model.tokenizer.pre_tokenizer
-    model.tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(a+)+(?!a)$|(a|aa)+b"), "isolated")
+    model.tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(
+        tokenizers.Regex("(a+)+(?!a)$|(a|aa)+b"), "isolated"
+    )
     job = over(queue.add(Ask("a" * 60 + "c", "tiny")))
     assert job.state == "failed"
-    assert job.said.startswith("text: expected one that the tokenizer can cut, received one of 61 characters at which it")
+    assert job.said.startswith(
+        "text: expected one that the tokenizer can cut, received one of 61 characters at which it"
+    )
     model.tokenizer.pre_tokenizer = cut
     assert over(queue.add(Ask("the cat", "tiny"))).state == "done"
 

@@ -174,7 +174,11 @@ def test_one_layer_undoes_what_fails_up_to_its_last_projection(new: Callable[[],
 
 
 def test_a_memory_that_was_interrupted_is_read_again() -> None:
-    layer, x, memory = MultiHeadAttention(12, 3).double(), torch.randn(2, 1, 12).double(), torch.randn(2, 7, 12).double()
+    layer, x, memory = (
+        MultiHeadAttention(12, 3).double(),
+        torch.randn(2, 1, 12).double(),
+        torch.randn(2, 7, 12).double(),
+    )
     cache = KVCache(once=True)
     with interrupted(layer.out_proj), pytest.raises(Stop):
         layer(x, memory, cache=cache)

@@ -327,15 +327,22 @@ def test_titles(short: Record) -> None:
 def test_runs_by_name(short: Record, tmp_path: Path) -> None:
     other = seen_of(5)
     both = {"a": short, "b": other}
-    html = page(both, {"a": list("abcdefg"), "b": list("vwxyz")}, tmp_path / "both.html")
-    assert (tmp_path / "both.html").read_text(encoding="utf-8") == html
-    read = Reader(html)
+    tokens = {"a": list("abcdefg"), "b": list("vwxyz")}
+    read = Reader(page(both, tokens, tmp_path / "both.html").read_text(encoding="utf-8"))
     assert [run["name"] for run in read.meta["runs"]] == ["a", "b"]
     assert [run["texts"][0]["tokens"] for run in read.meta["runs"]] == [list("abcdefg"), list("vwxyz")]
     for run, record in enumerate((short, other)):
         said, data = read.layer(run, 1)
         found, steps = weights(data, said["map"])
         assert bool(((found - record[1].weights(batch=0).double()).abs() <= steps).all())
+
+
+def test_a_file_is_written_and_its_path_is_given_back(short: Record, tmp_path: Path) -> None:
+    html = page(short, list("abcdefg"))
+    assert html.startswith("<!doctype html>")
+    for path in (tmp_path / "a.html", str(tmp_path / "b.html")):
+        assert page(short, list("abcdefg"), path=path) == Path(path)
+        assert Path(path).read_text(encoding="utf-8") == html
 
 
 def test_one_text_of_a_batch() -> None:

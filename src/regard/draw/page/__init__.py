@@ -6,13 +6,13 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
 from os import PathLike
 from pathlib import Path
 from string import Template
-from typing import Any
+from typing import Any, overload
 
 from regard.draw.page.pack import Packed, packed
 from regard.draw.scene import Scene
@@ -29,6 +29,12 @@ IN_NOTEBOOKS = 4_000_000  # bytes: notebooks are saved with what they show
 HEIGHT = 780  # pixels, in notebooks
 
 
+@overload
+def page(seen: Record | Mapping[str, Record], tokens: Any = None, path: None = None, **options: Any) -> str: ...
+@overload
+def page(
+    seen: Record | Mapping[str, Record], tokens: Any = None, path: str | PathLike[str] = ..., **options: Any
+) -> Path: ...
 def page(
     seen: Record | Mapping[str, Record],
     tokens: Any = None,
@@ -37,7 +43,8 @@ def page(
     title: str | None = None,
     item: int = 0,
     limit: int = LIMIT,
-) -> str:
+    progress: Callable[[float], None] | None = None,
+) -> str | Path:
     """Draw a record as one HTML file that opens anywhere, without a network: all heads, one head, the flow of one
     token, a table, comparisons.
 
@@ -50,8 +57,9 @@ def page(
         item: which text of the batch.
         limit: bytes that the page may have. It is as exact as fits: all weights in 16 bits, in 8, or a pooled map with
             exact crops and the strongest links.
+        progress: a function that is told how far it is, from 0 to 1; it may raise, to stop.
 
-    Returns the HTML.
+    Returns the path of the file that was written; without a `path`, the HTML.
 
     >>> import torch, regard
     >>> layer = regard.MultiHeadAttention(16, num_heads=2)
@@ -59,16 +67,20 @@ def page(
     ...     _ = layer(torch.randn(1, 3, 16))
     >>> page(seen, ["one", "two", "three"])[:15]
     '<!doctype html>'
+
+    `page(seen, path="heads.html")` writes that file and gives `Path("heads.html")`.
     """
     if not isinstance(limit, int) or limit < 200_000:
         raise bad_value("limit", expected="at least 200000 bytes", received=repr(limit))
     drawn = scenes(seen, tokens, item)
     if title is None:
         title = _title(next(iter(drawn.values())))
-    made = document(packed(drawn, title=title, limit=limit - len(_style()) - len(_script())))
-    if path is not None:
-        Path(path).write_text(made, encoding="utf-8")
-    return made
+    room = limit - len(_style()) - len(_script())
+    made = document(packed(drawn, title=title, limit=room, progress=progress))
+    if path is None:
+        return made
+    Path(path).write_text(made, encoding="utf-8")
+    return Path(path)
 
 
 def _title(scene: Scene) -> str:

@@ -382,9 +382,7 @@ class Record:
         self.unseen: dict[str, str] = {}  # layers that computed attention which could not be read: why, in words
         # a list; a list for each text of a batch ("" for padding); or a pair, source and target
         self.tokens: Any = None
-        self.generated: str | list[str] | None = (
-            None  # what the model wrote, where `look` had it; of several texts each
-        )
+        self.generated: Any = None  # what the model wrote, where `look` had it: a text, or a list of them for a batch
 
     def _repr_html_(self) -> str | None:
         return None if Record.shown_by is None or not self.by_name else Record.shown_by(self)

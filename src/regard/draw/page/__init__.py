@@ -12,7 +12,7 @@ from importlib.resources import files
 from os import PathLike
 from pathlib import Path
 from string import Template
-from typing import Any, overload
+from typing import Any
 
 from regard.draw.page.pack import Packed, packed
 from regard.draw.scene import Scene
@@ -29,12 +29,6 @@ IN_NOTEBOOKS = 4_000_000  # bytes: notebooks are saved with what they show
 HEIGHT = 780  # pixels, in notebooks
 
 
-@overload
-def page(seen: Record | Mapping[str, Record], tokens: Any = None, path: None = None, **options: Any) -> str: ...
-@overload
-def page(
-    seen: Record | Mapping[str, Record], tokens: Any = None, path: str | PathLike[str] = ..., **options: Any
-) -> Path: ...
 def page(
     seen: Record | Mapping[str, Record],
     tokens: Any = None,
@@ -70,17 +64,28 @@ def page(
 
     `page(seen, path="heads.html")` writes that file and gives `Path("heads.html")`.
     """
+    made = _html(seen, tokens, title, item, limit, progress)
+    if path is None:
+        return made
+    Path(path).write_text(made, encoding="utf-8")
+    return Path(path)
+
+
+def _html(
+    seen: Record | Mapping[str, Record],
+    tokens: Any = None,
+    title: str | None = None,
+    item: int = 0,
+    limit: int = LIMIT,
+    progress: Callable[[float], None] | None = None,
+) -> str:
     if not isinstance(limit, int) or limit < 200_000:
         raise bad_value("limit", expected="at least 200000 bytes", received=repr(limit))
     drawn = scenes(seen, tokens, item)
     if title is None:
         title = _title(next(iter(drawn.values())))
     room = limit - len(_style()) - len(_script())
-    made = document(packed(drawn, title=title, limit=room, progress=progress))
-    if path is None:
-        return made
-    Path(path).write_text(made, encoding="utf-8")
-    return Path(path)
+    return document(packed(drawn, title=title, limit=room, progress=progress))
 
 
 def _title(scene: Scene) -> str:
@@ -152,7 +157,7 @@ def _proper(text: str) -> str:
 
 def notebook(record: Record) -> str:
     """What a notebook shows of a record: the page in a frame of its own, so that neither can touch the other."""
-    inside = html.escape(page(record, limit=IN_NOTEBOOKS), quote=True)
+    inside = html.escape(_html(record, limit=IN_NOTEBOOKS), quote=True)
     return (
         f'<iframe srcdoc="{inside}" width="100%" height="{HEIGHT}" style="border:0;max-width:100%" title="regard" '
         'sandbox="allow-scripts allow-downloads allow-modals"></iframe>'

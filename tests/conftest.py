@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,10 +25,15 @@ settings.load_profile(os.environ.get("REGARD_HYPOTHESIS", "repeatable"))
 
 
 @pytest.fixture(autouse=True)
-def same_random_numbers() -> None:
-    """What a test draws does not depend on the tests before it, nor on which process runs it."""
+def independent() -> Iterator[None]:
+    """What a test draws does not depend on the tests before it, nor on which process runs it; nor does what it leaves
+    behind decide about the next one."""
     random.seed(0)
     torch.manual_seed(0)
+    yield
+    left_off = not torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert not left_off, "this test left gradients turned off"
 
 
 @pytest.fixture

@@ -38,6 +38,16 @@ class Frame:
     kwargs: dict[str, Any]
     parent: Frame | None = None  # the call that made this one
     output: Any = None  # once it has ended
+    told: bool = False  # whether it, or one that it made, computed attention that was told of, or named as not seen
+    unseen: bool = False  # whether it computed attention that could not be read
+    changed: bool = False  # whether heads of attention by hand were changed in it
+    silent: list[str] = field(default_factory=list)  # modules named for attention that it called, and that told nothing
+
+    def tell(self) -> None:
+        """Something was told of this call, and so of those around it."""
+        frame: Frame | None = self
+        while frame is not None and not frame.told:
+            frame.told, frame = True, frame.parent
 
     def given(self, name: str) -> Any:
         """An argument of the call by its name, wherever it stands; None where there is none."""
@@ -47,13 +57,33 @@ class Frame:
         at = names.index(name) if name in names else len(self.args)
         return self.args[at] if at < len(self.args) else None
 
+    def named(self) -> dict[str, Any]:
+        """The arguments of the call by their names; those of `*args` by their numbers."""
+        names = _parameters(type(self.module).forward)
+        names += tuple(f"*{i}" for i in range(len(names), len(self.args)))
+        return dict(zip(names, self.args, strict=False)) | self.kwargs
+
     @property
-    def batch(self) -> tuple[int, int] | None:
-        """The first two sizes of the first floating-point input of three axes: (B, N) or (N, B)."""
-        for value in (*self.args, *self.kwargs.values()):
-            if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == 3:
-                return value.shape[0], value.shape[1]
-        return None
+    def sizes(self) -> list[tuple[int, int]]:
+        """What the first floating-point input of three axes says of tokens: (B, N) or (N, B). Where there is none, an
+        image (B, C, ..., ...) or (B, ..., ..., C): as many tokens as it has pixels."""
+        given = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+        for x in given:
+            if x.dim() == 3:
+                return [(x.shape[0], x.shape[1])]
+        for x in given:
+            if x.dim() in (4, 5) and not self.is_handed_heads():
+                return [(x.shape[0], x.shape[2:].numel()), (x.shape[0], x.shape[1:-1].numel())]
+        return []
+
+    def lengths(self) -> set[int]:
+        """How many tokens its inputs may have."""
+        found: set[int] = set()
+        for name, x in self.named().items():
+            if isinstance(x, Tensor) and x.dim() > 1 and "mask" not in name and "bias" not in name:
+                found |= set(x.shape[:-1]) if x.is_floating_point() else {x.shape[-1]}
+                found |= {x.shape[2:].numel(), x.shape[1:-1].numel()} if x.dim() > 3 else set()
+        return found
 
     def input(self, batch: int, length: int) -> Tensor | None:
         """The first floating-point input (batch, length, W); of the call around it, if this is handed heads."""
@@ -79,8 +109,7 @@ class Frame:
 
     def token_ids(self) -> list[Tensor]:
         """Integer inputs (B, n) that may be token ids."""
-        named = dict(zip(_parameters(type(self.module).forward), self.args, strict=False)) | self.kwargs
-        return [x for name, x in named.items() if _is_ids(x) and not any(word in name for word in _NOT_TOKENS)]
+        return [x for name, x in self.named().items() if _is_ids(x) and not any(word in name for word in _NOT_TOKENS)]
 
 
 def same_input(a: object, b: object) -> bool:
@@ -129,6 +158,7 @@ class Frames:
         self.names = {id(m._forward_hooks): name or type(m).__name__ for name, m in self.root.named_modules()}
         self.thread = 0
         self.handles: list[Any] = []
+        self.entered: set[str] = set()  # names of the modules that were called
         self.others = threading.local()  # `names`: the modules in progress in another thread
 
     def install(self) -> None:
@@ -172,6 +202,7 @@ class Frames:
         if not self.stack:
             self.forwards += 1
         parent = self.stack[-1] if self.stack else None
+        self.entered.add(name)
         self.stack.append(Frame(module, name, args, kwargs, parent))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -220,9 +251,22 @@ class Frames:
                 return frame
         return None
 
+    def scripted(self) -> list[tuple[str, torch.jit.ScriptModule]]:
+        """The outermost modules of torch.jit, by name, in modules that were called: into them nobody sees."""
+        found: list[tuple[str, torch.jit.ScriptModule]] = []
+        for name, module in self.root.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule) or any(name.startswith(f"{one}.") for one, _ in found):
+                continue
+            around = name.rpartition(".")[0]
+            while around and isinstance(self.root.get_submodule(around), (nn.ModuleList, nn.ModuleDict)):
+                around = around.rpartition(".")[0]
+            if (around or type(self.root).__name__) in self.entered:
+                found.append((name, module))
+        return found
+
     def sizes(self) -> list[tuple[int, int]]:
         """What the inputs of the calls in progress say of (B, N), innermost first."""
-        return [frame.batch for frame in reversed(self.stack) if frame.batch is not None]
+        return [size for frame in reversed(self.stack) for size in frame.sizes]
 
     def ids(self, batch: int, length: int) -> Tensor | None:
         """Token ids (1|B, length) among the inputs of the calls in progress, innermost first."""

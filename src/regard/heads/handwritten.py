@@ -9,21 +9,52 @@ is told by what the model does next: before it merges heads it brings their axis
 
 and where it does not, by the sizes of the module's input.
 
+Not every softmax that is multiplied into something is attention. Scores of tokens with learned keys (a codebook, a
+router, the slots of a soft mixture of experts) are not, nor are weights on learned values: keys and values are made of
+tokens. Learned queries are attention (`Scores.learned`). What became of a softmax is known by its `Origin`: where its
+result cannot be followed, or is multiplied in parts, whoever looks can say so.
+
 Letters: B batch, H heads, N queries, M keys, E head width of v.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["FUNCTIONS", "SOFTMAXES", "Hands", "Weighed", "batch_of"]
+__all__ = ["FUNCTIONS", "SOFTMAXES", "Hands", "Origin", "Weighed", "batch_of"]
+
+
+@dataclass
+class Scores:
+    """On the product of two tensors, and on what is made of it number by number."""
+
+    constant: bool = False  # neither of them depends on the model's input
+    # Where one of them does not: a tensor of the shape of the scores, of stride 0 but along the axes of that one
+    learned: Tensor | None = None
+    routed: list[bool] = field(default_factory=list)  # of all that are made of one product: some softmax is over these
+
+
+@dataclass
+class Origin:
+    """One softmax, and what became of its result."""
+
+    keys: int  # M
+    where: Any = None  # for whoever looks: in which call of which module
+    home: Any = None  # where it began; it may be handed to the call around it
+    scored: bool = False  # whether its scores are known to be products
+    constant: bool = False  # whether its scores do not depend on the model's input
+    routed: list[bool] | None = None  # of learned queries: whether the same scores route tokens to these
+    used: bool = False  # by a product with values, all keys at once
+    parts: int = 0  # products with some of the keys
+    lost: str = ""  # where it could not be followed: the name of a function
+    told: Any = None  # for whoever looks: the attention that was made of it, and by which weights it is known
 
 
 @dataclass
@@ -32,10 +63,27 @@ class Softmaxed:
 
     weights: Tensor
     axis: int
+    origin: Origin
+
+    @property
+    def whole(self) -> bool:
+        """Whether all keys are there."""
+        return self.weights.shape[self.axis] == self.origin.keys
+
+
+@dataclass
+class Derived:
+    """On what is computed from weights in a way that is not followed."""
+
+    origin: Origin
 
 
 class Projected:
-    """On the output of a linear projection."""
+    """On the output of a linear projection, and on what is made of it number by number."""
+
+
+class Constant:
+    """On what is computed from the model's parameters alone."""
 
 
 @dataclass
@@ -43,6 +91,7 @@ class Logged:
     """On the logarithm of weights."""
 
     axis: int
+    origin: Origin
 
 
 @dataclass
@@ -54,10 +103,14 @@ class Weighed:
     heads: str | None = None  # "x" or "y", once it is known
     values: Tensor | None = None  # (..., M, E), leading axes as those of the weights
     queries: int | None = None  # N, where the weights stand for others
+    keys: int | None = None  # M, where the weights stand for others
     where: Any = None  # for whoever looks: in which call of which module
     about: Any = None  # and whatever else it wants to know when the heads are known
     done: bool = False
     sizes: list[tuple[int, int]] = field(default_factory=list)  # of the inputs of the calls in progress
+    origin: Origin | None = None
+    whole: bool = True  # whether all keys of the softmax are there
+    output: Tensor | None = None  # (B, H, N, E), where it is known before it is told of
 
     def ordered(self) -> Tensor:
         """The weights as (B, H, N, M), by the best that is known."""
@@ -66,31 +119,37 @@ class Weighed:
             return w.transpose(0, 1) if (self.heads or self.guess()) == "x" else w
         if w.dim() == 2:
             return w[None, None]
+        batch = self.batch(self.sizes)
         if w.dim() == 3:
-            batch = batch_of(self.queries or w.shape[1], self.sizes)
             if batch is not None and w.shape[0] % batch == 0:
                 return w.unflatten(0, (batch, -1))
+            if self.sizes and w.shape[0] % self.sizes[0][0] == 0:  # whatever queries and keys are, there is a batch
+                return w.unflatten(0, (self.sizes[0][0], -1))
             return w[None]  # no batch: (H, N, M)
-        batch = batch_of(self.queries or w.shape[-2], self.sizes)  # heads in groups, or batches in windows
-        return w.flatten(1, -3) if batch == w.shape[0] else w.flatten(0, -4)
+        return w.flatten(1, -3) if batch == w.shape[0] else w.flatten(0, -4)  # heads in groups, or batches in windows
+
+    def batch(self, sizes: Sequence[tuple[int, int]]) -> int | None:
+        """B, by inputs that have as many tokens as there are queries, or else keys: queries may be learned."""
+        batch = batch_of(self.queries or self.weights.shape[-2], sizes)
+        return batch if batch is not None else batch_of(self.keys or self.weights.shape[-1], sizes)
 
     def guess(self) -> str | None:
         """Which axis is the heads', by the sizes of the module's input; None where these do not tell."""
         if self.weights.dim() != 4:
             return None
-        x, y, n = self.weights.shape[:3]
-        batch = batch_of(self.queries or n, self.sizes)
+        x, y = self.weights.shape[:2]
+        batch = self.batch(self.sizes)
         if batch is None or (x == batch) == (y == batch):
             return None
         return "y" if x == batch else "x"
 
-    def settle(self, size: tuple[int, int] | None) -> None:
+    def settle(self, sizes: Sequence[tuple[int, int]]) -> None:
         """Decide at once, if the sizes tell: for whoever changes what comes of it before anything else is done with it.
-        With one axis less or more, by the input of the module that computes it, `size`, alone."""
+        With one axis less or more, by the `sizes` of the input of the module that computes it alone."""
         w = self.weights
         if w.dim() == 4:
             self.heads = self.guess()
-        elif w.dim() != 2 and size is not None and batch_of(self.queries or w.shape[-2], [size]) == w.shape[0]:
+        elif w.dim() != 2 and self.batch(sizes) == w.shape[0]:
             self.weights, self.heads = w.reshape(w.shape[0], -1, *w.shape[-2:]), "y"  # one head, or heads in groups
             self.values = None if self.values is None else self.values.reshape(w.shape[0], -1, *self.values.shape[-2:])
             self.axes = ["x", *["y"] * (w.dim() - 3), *self.axes[-2:]]
@@ -106,11 +165,14 @@ class Weighed:
         return whole, axes
 
 
-def batch_of(queries: int, sizes: Sequence[tuple[int, int]]) -> int | None:
+Note = Scores | Softmaxed | Derived | Projected | Constant | Logged | Weighed
+
+
+def batch_of(tokens: int, sizes: Sequence[tuple[int, int]]) -> int | None:
     """B, by inputs (B, N, W) or (N, B, W), the innermost call's first; None where they do not tell."""
     for first, second in sizes:
-        if queries in (first, second):
-            return first if second == queries else second
+        if tokens in (first, second):
+            return first if second == tokens else second
     return None
 
 
@@ -118,25 +180,61 @@ LOW = -9e3  # what people hide keys by is -1e4, -1e9, -inf or the lowest number;
 
 
 class Hands:
-    """Follows the torch functions of one thread. Notes are its own: another one's are not seen."""
+    """Follows the torch functions of one thread. Notes are kept beside the tensors, none of which is touched.
 
-    _made = 0
+    Args:
+        model: its parameters, and buffers (K, E), which may be codebooks, do not depend on what it is given.
+    """
 
-    def __init__(self) -> None:
-        Hands._made += 1
-        self.key = f"_regard_note_{Hands._made}"
-        self.noted: dict[int, weakref.ref[Tensor]] = {}
+    def __init__(self, model: nn.Module) -> None:
+        self.noted: dict[int, tuple[weakref.ref[Tensor], Note]] = {}
+        self.fixed = {id(x): x for x in (*model.parameters(), *(b for b in model.buffers() if b.dim() == 2))}
+        self.origins: list[Origin] = []  # in the order of the softmaxes, until somebody asks what became of them
+        self.where: Any = None  # of whoever looks: the call of a module that is in progress
 
     def clear(self) -> None:
-        """Take every note back: a tensor that lives on shall be as it was."""
-        for tensor in [reference() for reference in self.noted.values()]:
-            if tensor is not None:
-                vars(tensor).pop(self.key, None)
+        """Forget everything."""
         self.noted.clear()
+        self.origins.clear()
 
     def see(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Weighed | None:
         """Follow one torch function. Gives a `Weighed` where attention was computed, or more became known of it."""
-        return getattr(self, FUNCTIONS[func])(func, args, kwargs, out)
+        weighed = getattr(self, FUNCTIONS[func])(func, args, kwargs, out)
+        if weighed is None:
+            self.pass_by(func, args, out)
+        return weighed
+
+    def pass_by(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+        """Any other function: what is made of scores number by number are scores; of weights, nobody knows."""
+        if func is Tensor.__setitem__:  # what is written into a tensor is what the tensor is
+            out = args[0]
+            self.noted.pop(id(out), None)
+        if not isinstance(out, Tensor) or id(out) in self.noted:
+            return
+        constant, found = True, False
+        for x in _tensors(args):
+            note, found = self.note(x), True
+            constant = constant and self.is_constant(x)
+            less = out.numel() < x.numel()
+            if isinstance(note, (Softmaxed, Derived)) and (func in _PRODUCTS or not less):
+                note.origin.lost = note.origin.lost or getattr(func, "__name__", str(func))
+                self._put(out, Derived(note.origin))
+                return
+            if isinstance(note, (Scores, Projected)) and func not in _PRODUCTS and out.shape == x.shape:
+                self._put(out, note)
+                return
+            if isinstance(note, Scores) and func not in _PRODUCTS and not less:  # padded, beside others, in other strides
+                self._put(out, Scores(note.constant))
+                return
+        if constant and found and out.is_floating_point():
+            self._put(out, Constant())
+
+    def is_constant(self, x: object) -> bool:
+        """Whether a tensor is known not to depend on what the model is given."""
+        if id(x) in self.fixed:
+            return True
+        note = self.note(x)
+        return isinstance(note, Constant) or (isinstance(note, Scores) and note.constant)
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """What is about to write over weights must not write over those that are remembered."""
@@ -145,27 +243,54 @@ class Hands:
         if isinstance(note, Softmaxed) and in_place:
             note.weights = note.weights.clone()
 
-    def follow(self, out: Tensor, queries: int) -> Weighed:
+    def follow(self, out: Tensor, queries: int, keys: int) -> Weighed:
         """Follow the output (X, Y, N, E) or (X, N, E) of an attention whose weights nobody has. In their place stand
         the numbers of texts and heads, from which their order will be known."""
         lead = out.shape[:-2]
         axes = (["xy"] if len(lead) == 1 else ["x", "y"]) + ["n", "e"]
-        note = Weighed(torch.arange(lead.numel(), device=out.device).view(*lead, 1, 1), axes, queries=queries)
+        numbers = torch.arange(lead.numel(), device=out.device).view(*lead, 1, 1)
+        note = Weighed(numbers, axes, queries=queries, keys=keys)
         self._put(out, note)
         return note
 
-    def note(self, x: object) -> Softmaxed | Logged | Projected | Weighed | None:
-        """The note that a tensor carries."""
-        return x.__dict__.get(self.key) if isinstance(x, Tensor) else None
+    def note(self, x: object) -> Note | None:
+        """The note on a tensor."""
+        entry = self.noted.get(id(x))
+        return entry[1] if entry is not None and entry[0]() is x else None
 
-    def _first(self, args: tuple[Any, ...]) -> Softmaxed | Logged | Projected | Weighed | None:
+    def _first(self, args: tuple[Any, ...]) -> Note | None:
         return self.note(args[0]) if len(args) else None
 
-    def _put(self, x: Any, note: Softmaxed | Logged | Projected | Weighed) -> None:
+    def _put(self, x: Any, note: Note) -> None:
         if isinstance(x, Tensor):
-            setattr(x, self.key, note)
-            number = id(x)
-            self.noted[number] = weakref.ref(x, lambda _: self.noted.pop(number, None))
+            number, noted = id(x), self.noted
+            noted[number] = weakref.ref(x, lambda gone: _forget(noted, number, gone)), note
+
+    # From queries and keys to scores
+
+    def _scores(self, left: Tensor, right: Tensor, out: Any, axes: tuple[list[int], list[int]]) -> None:
+        """A product of two tensors; `axes` of the result that come of the left one alone, and of the right one."""
+        if not isinstance(out, Tensor):
+            return
+        fixed = self.is_constant(left), self.is_constant(right)
+        note = Scores(constant=all(fixed))
+        if fixed[0] != fixed[1] and out.numel():
+            theirs, strides, step = axes[0] if fixed[0] else axes[1], [0] * out.dim(), 1
+            for axis in theirs:
+                strides[axis], step = step, step * out.shape[axis]
+            note.learned = torch.zeros(step, device=out.device).as_strided(out.shape, strides)
+        self._put(out, note)
+
+    def _distances(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        if len(args) > 1 and isinstance(out, Tensor):
+            self._scores(args[0], args[1], out, ([out.dim() - 2], [out.dim() - 1]))
+
+    def _linear(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        weight = kwargs.get("weight", args[1] if len(args) > 1 else None)
+        if self.is_constant(weight) or not isinstance(out, Tensor) or not args:
+            self._put(out, Constant() if args and self.is_constant(args[0]) else Projected())
+        elif isinstance(weight, Tensor):
+            self._scores(args[0], weight, out, (list(range(out.dim() - 1)), [out.dim() - 1]))
 
     # From scores to weights
 
@@ -178,23 +303,42 @@ class Hands:
         # Masks of the lowest number everywhere make a row of equal weights: it sees nothing.
         if not isinstance(scores, Tensor) or not scores.is_floating_point():
             return
-        if isinstance(self.note(scores), Projected):
-            return  # a projection, softmaxed as it is: a classifier or a gate
+        origin = self._begun(scores, axis)
+        if origin is None:
+            return
         blind = scores.detach().amax(axis, keepdim=True) <= LOW
-        self._put(out, Softmaxed(weights.masked_fill(blind, 0.0) if blind.any() else weights, axis))
+        self._put(out, Softmaxed(weights.masked_fill(blind, 0.0) if blind.any() else weights, axis, origin))
 
-    def _linear(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        self._put(out, Projected())
+    def _begun(self, scores: Tensor, axis: int) -> Origin | None:
+        """What a softmax of scores begins; None where it cannot be attention."""
+        note = self.note(scores)
+        if isinstance(note, Projected):
+            return None  # a projection, softmaxed as it is: a classifier or a gate
+        origin = Origin(scores.shape[axis], self.where, self.where)
+        if isinstance(note, Scores):
+            origin.scored, origin.constant = True, note.constant
+            if note.learned is not None:
+                if note.learned.stride(axis):
+                    note.routed.append(True)
+                    return None  # learned keys: a codebook, or a router
+                origin.routed = note.routed
+        self.origins.append(origin)
+        return origin
 
     def _log_softmax(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        if isinstance(out, Tensor) and isinstance(dim, int) and out.dim() > 1:
-            self._put(out, Logged(dim if dim < 0 else dim - out.dim()))
+        scores = kwargs.get("input", next(iter(args), None))
+        if isinstance(out, Tensor) and isinstance(dim, int) and out.dim() > 1 and isinstance(scores, Tensor):
+            axis = dim if dim < 0 else dim - out.dim()
+            origin = self._begun(scores, axis)
+            if origin is not None:
+                origin.scored = False  # (what is most often wanted of a logarithm is a loss)
+                self._put(out, Logged(axis, origin))
 
     def _exp(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         note = self._first(args)
         if isinstance(note, Logged) and isinstance(out, Tensor):
-            self._put(out, Softmaxed(out.detach(), note.axis))
+            self._put(out, Softmaxed(out.detach(), note.axis, note.origin))
 
     # From weights to weights
 
@@ -211,16 +355,29 @@ class Hands:
             return self._moved(note, func, args, kwargs, out)
         if isinstance(note, Projected):
             self._put(out, note)
-        if isinstance(note, Softmaxed) and isinstance(out, Tensor):
+        if isinstance(note, Scores) and isinstance(out, Tensor):
+            learned = note.learned
+            if learned is not None and func not in _NUMBERS:
+                with torch.no_grad():
+                    try:
+                        learned = func(learned, *args[1:], **kwargs)
+                    except RuntimeError:  # a view that is none with these strides
+                        learned = func(learned.contiguous(), *args[1:], **kwargs)
+            self._put(out, Scores(note.constant, learned, note.routed))
+        if isinstance(note, Softmaxed):
             axis = note.axis
             if func in _ORDERS:
                 axis = _order(func, args, kwargs).index(note.weights.dim() + axis) - note.weights.dim()
-            elif axis != -1 and out.shape != args[0].shape:
+            elif axis != -1 and getattr(out, "shape", None) != args[0].shape:
                 return None
-            elif out.dim() > args[0].dim() and 1 in out.shape[-2:]:
+            elif isinstance(out, Tensor) and out.dim() > args[0].dim() and 1 in out.shape[-2:]:
                 return None  # weights of one thing, made to look like a row: a mixture, not attention
             with torch.no_grad():
-                self._put(out, Softmaxed(func(note.weights, *args[1:], **kwargs), axis))
+                weights = func(note.weights, *args[1:], **kwargs)
+            parts = [(out, weights)] if isinstance(out, Tensor) else zip(out, weights, strict=True)
+            for part, mine in parts:
+                if mine.dim() >= -axis:
+                    self._put(part, Softmaxed(mine, axis, note.origin))
         return None
 
     def _times(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -235,22 +392,21 @@ class Hands:
         ):
             left, right = right, left
         note = self.note(left)
-        if isinstance(note, Projected) and not isinstance(right, Tensor):
-            self._put(out, note)
         if isinstance(note, Softmaxed) and isinstance(out, Tensor) and out.shape == note.weights.shape:
             right = right.detach() if isinstance(right, Tensor) else right
             with torch.no_grad():
                 weights = note.weights / right if func in _DIVISIONS else note.weights * right
-            self._put(out, Softmaxed(weights, note.axis))
+            self._put(out, Softmaxed(weights, note.axis, note.origin))
 
     def _written_over(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """The tensor is the same, and what it holds is not: its note goes, unless the weights can follow."""
         note = self._first(args)
         if isinstance(note, Softmaxed) and func is Tensor.masked_fill_:
             with torch.no_grad():
-                self._put(args[0], Softmaxed(note.weights.masked_fill(*args[1:], **kwargs), note.axis))
-        elif note is not None:
-            args[0].__dict__.pop(self.key, None)
+                weights = note.weights.masked_fill(*args[1:], **kwargs)
+                self._put(args[0], Softmaxed(weights, note.axis, note.origin))
+        elif note is not None and not (isinstance(note, (Scores, Projected)) and func is Tensor.masked_fill_):
+            self.noted.pop(id(args[0]), None)
 
     # From weights and values to attention
 
@@ -258,20 +414,44 @@ class Hands:
         """matmul, bmm: weights (..., N, M) by values (..., M, E); or values (..., E, M) by weights (..., M, N)."""
         if func in _SUMS:
             args = args[1:]
-        if len(args) < 2 or not isinstance(args[1], Tensor) or args[0].dim() != args[1].dim():
-            return None  # (values have the axes that weights have: one table for all of them is no attention)
+        if len(args) < 2 or not isinstance(args[0], Tensor) or not isinstance(args[1], Tensor):
+            return None
         left, right = self.note(args[0]), self.note(args[1])
-        if isinstance(left, Softmaxed) and left.axis == -1:
-            weights, values, last = left.weights, args[1], ["n", "e"]
-        elif isinstance(right, Softmaxed) and right.axis == -2:
-            weights, values, last = right.weights.mT, args[0].mT, ["e", "n"]
+        same = args[0].dim() == args[1].dim()  # (values have the axes that weights have)
+        if same and isinstance(left, Softmaxed) and left.axis == -1:
+            note, weights, values, last = left, left.weights, args[1], ["n", "e"]
+        elif same and isinstance(right, Softmaxed) and right.axis == -2:
+            note, weights, values, last = right, right.weights.mT, args[0].mT, ["e", "n"]
         else:
+            if not isinstance(left, (Softmaxed, Derived)) and not isinstance(right, (Softmaxed, Derived)):
+                self._scores(args[0], args[1], out, _axes_of_product(args[0].dim(), args[1].dim()))
+            return None
+        if not self._are_values(args[1] if note is left else args[0], note):
             return None
         lead = weights.dim() - 2
-        note = Weighed(weights, ([[], ["xy"], ["x", "y"]][lead] if lead < 3 else ["?"] * lead) + last)
-        note.values = values.detach()
-        self._put(out, note)
-        return note
+        weighed = Weighed(weights, ([[], ["xy"], ["x", "y"]][lead] if lead < 3 else ["?"] * lead) + last)
+        weighed.values = values.detach()
+        return self._weighed(weighed, note, out)
+
+    def _are_values(self, values: Tensor, note: Softmaxed) -> bool:
+        """Whether weights are multiplied into values: not into what is learned, or into other weights."""
+        other = self.note(values)
+        if isinstance(other, (Softmaxed, Derived)):
+            note.origin.lost = other.origin.lost = "a product of weights with weights"
+            return False
+        if self.is_constant(values) and not note.origin.constant:
+            note.origin.used = True
+            return False
+        return True
+
+    def _weighed(self, weighed: Weighed, note: Softmaxed, out: Any) -> Weighed:
+        weighed.origin, weighed.whole = note.origin, note.whole
+        if note.whole:
+            note.origin.used = True
+        else:
+            note.origin.parts += 1
+        self._put(out, weighed)
+        return weighed
 
     def _einsum(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Weighed | None:
         if len(args) == 2 and isinstance(args[1], (list, tuple)):
@@ -291,6 +471,10 @@ class Hands:
         elif isinstance(right, Softmaxed):
             note, mine, other = right, second, first
         else:
+            if isinstance(out, Tensor) and out.dim() == len(output):
+                ours, theirs = ([i for i, c in enumerate(output) if c in a and c not in b]
+                                for a, b in ((first, second), (second, first)))  # fmt: skip
+                self._scores(args[1], args[2], out, (ours, theirs))
             return None
         key = mine[note.axis]
         width = [c for c in output if c in other and c not in mine]
@@ -300,6 +484,8 @@ class Hands:
             shared, query = [c for c in mine if c in (shared[0], query[0])], query[1:]
         if key in output or key not in other or len(width) != 1 or len(query) != 1 or len(shared) > 2:
             return None
+        if not self._are_values(args[2] if note is left else args[1], note):
+            return None
         weights = note.weights.permute(*(mine.index(c) for c in [*shared, query[0], key]))
         names = dict(zip(shared, [[], ["xy"], ["x", "y"]][len(shared)], strict=True)) | {query[0]: "n", width[0]: "e"}
         weighed = Weighed(weights, [names[c] for c in output])
@@ -307,8 +493,7 @@ class Hands:
             values = args[2] if note is left else args[1]
             weighed.values = values.detach().permute(*(other.index(c) for c in [*shared, key, width[0]]))
         _look_for_heads(weighed)
-        self._put(out, weighed)
-        return weighed
+        return self._weighed(weighed, note, out)
 
     def _moved(
         self, note: Weighed, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
@@ -360,6 +545,29 @@ def _look_for_heads(note: Weighed) -> None:
         note.heads = note.axes[-2]
 
 
+def _axes_of_product(left: int, right: int) -> tuple[list[int], list[int]]:
+    """Which axes of a matrix product come of the left operand alone, and which of the right, by their dimensions."""
+    n = max(left, right) if min(left, right) > 1 else max(left, right) - 1
+    rows, columns = ([n - 1] if right == 1 else [n - 2]) if left > 1 else [], [n - 1] if right > 1 else []
+    lead = [i for i in range(n) if i not in (*rows, *columns)]
+    return (lead if right < 3 else []) + rows, (lead if left < 3 else []) + columns
+
+
+def _forget(noted: dict[int, Any], number: int, gone: weakref.ref[Tensor]) -> None:
+    """A tensor is gone, and another may have its number by now."""
+    if number in noted and noted[number][0] is gone:
+        del noted[number]
+
+
+def _tensors(args: tuple[Any, ...]) -> Iterator[Tensor]:
+    """The tensors among arguments, and among those of a list (of `cat`, `stack`)."""
+    for x in args:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, (list, tuple)):
+            yield from (one for one in x if isinstance(one, Tensor))
+
+
 def _order(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     """Where each axis of the result comes from: torch itself is asked, with a tensor whose strides tell axes apart."""
     strides = [2**i for i in range(args[0].dim())]
@@ -378,8 +586,11 @@ _SHAPES = {
     Tensor.unsqueeze, torch.squeeze, torch.unsqueeze, Tensor.expand, Tensor.clone, torch.clone, torch.split,
     Tensor.split, torch.chunk, Tensor.chunk, Tensor.narrow, Tensor.unbind, torch.unbind, Tensor.view_as,
 }  # fmt: skip
+_NUMBERS = {  # the shape stays, and so do strides
+    Tensor.contiguous, Tensor.masked_fill, torch.masked_fill, Tensor.nan_to_num, torch.nan_to_num, Tensor.clone, torch.clone
+}  # fmt: skip
 _CASTS = {
-    F.dropout, torch.dropout, Tensor.to, Tensor.type_as, Tensor.type, Tensor.float, Tensor.half, Tensor.bfloat16,
+    Tensor.detach, torch.detach, Tensor.cpu, Tensor.cuda, F.dropout, torch.dropout, Tensor.to, Tensor.type_as, Tensor.type, Tensor.float, Tensor.half, Tensor.bfloat16,
     Tensor.double, torch.feature_dropout, F.dropout1d, F.dropout2d,
 }  # fmt: skip
 
@@ -388,6 +599,9 @@ _IN_PLACE = {Tensor.mul_, Tensor.masked_fill_, Tensor.zero_, Tensor.div_, Tensor
 _DIVISIONS = {torch.div, Tensor.div, Tensor.__truediv__, Tensor.div_, torch.true_divide, torch.divide}
 SOFTMAXES = {torch.softmax, Tensor.softmax, F.softmax}
 _SUMS = {torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm}
+_PRODUCTS = {
+    torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm, torch.einsum, *_SUMS
+}  # fmt: skip
 
 # What is done about which torch function.
 FUNCTIONS: dict[Any, str] = {
@@ -398,9 +612,9 @@ FUNCTIONS: dict[Any, str] = {
     **dict.fromkeys(_ORDERS | _SHAPES, "_shape"),
     **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.mul_, torch.multiply), "_times"),
     **dict.fromkeys(_DIVISIONS, "_times"),
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm), "_product"),
-    **dict.fromkeys((torch.mm, Tensor.mm, *_SUMS), "_product"),
+    **dict.fromkeys(_PRODUCTS, "_product"),
     **dict.fromkeys((Tensor.masked_fill_, Tensor.zero_, Tensor.copy_, Tensor.fill_), "_written_over"),
+    torch.cdist: "_distances",
     F.linear: "_linear",
     torch.einsum: "_einsum",
 }

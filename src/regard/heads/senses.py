@@ -13,7 +13,9 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 import sys
 import threading
 from collections.abc import Iterator
@@ -70,9 +72,10 @@ class Senses:
         self.frames.on_failure = self._failed
         self.frames.on_elsewhere = self._ran_elsewhere
         self.busy = False  # one attention is being computed: what it is made of is not another one
-        self.hands = Hands()
+        self.hands = Hands(model)
         self.pending: list[Weighed] = []
         self.unseen: dict[str, str] = {}  # layers that computed attention which could not be read: why, in words
+        self._seen: set[str] = set()  # names of modules whose attention was told of
         self._unseen_in: dict[str, int] = {}  # in which outermost call of the model each was first met
         self.awaited: dict[int, list[tuple[Projection, Frame]]] = {}  # by id: modules that shall run before a call ends
 
@@ -111,6 +114,9 @@ class Senses:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+        for name, module in self.frames.scripted():
+            if _COMPUTES_ATTENTION.search(str(module.inlined_graph)):
+                self.not_seen(name, "it was traced or scripted by torch.jit, which shows nothing")
         self.pending.clear()
         self.awaited.clear()
         self.hands.clear()
@@ -118,6 +124,8 @@ class Senses:
     # Names
 
     def _describe(self, frame: Frame, shape: tuple[int, ...], **known: Any) -> Attention:
+        frame.tell()
+        self._seen.add(frame.name)
         kind = _kind(frame, shape)
         attention = Attention(frame.name, frame.module, self.frames.forwards, kind, **known)
         ids = self.frames.ids(shape[0], shape[2])
@@ -129,17 +137,22 @@ class Senses:
 
     def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One torch function: attention, a step of attention written by hand, or nothing of interest."""
-        if self.busy or func not in _INTERESTING:
-            return func(*args, **kwargs)
-        frame = self.frames.current()
+        frame = None if self.busy else self.frames.current()
         if frame is None:
             return func(*args, **kwargs)
+        if func not in _INTERESTING:
+            out = func(*args, **kwargs)
+            self.hands.pass_by(func, args, out)
+            if is_attention(func):
+                self._unread(frame, f"it calls {func}, which shows nothing; F.scaled_dot_product_attention is seen")
+            return out
         if func is F.scaled_dot_product_attention:
             return self._sdpa(frame, *args, **kwargs)
         if func is attend:
             return self._attend(frame, *args, **kwargs)
         if func is F.multi_head_attention_forward:
             return self._multi_head(frame, args, kwargs)
+        self.hands.where = frame.parent if _is_part(frame.module) and frame.parent is not None else frame
         self.hands.before(func, args, kwargs)
         out = func(*args, **kwargs)
         note = self.hands.see(func, args, kwargs, out)
@@ -162,7 +175,7 @@ class Senses:
         mask = kwargs.pop("attn_mask", args[0] if args else None)
         options = dict(zip(("dropout_p", "is_causal"), args[1:], strict=False)) | kwargs
         if not self.changes and _unclear(query, key, turn):  # (B, H) or (H, B)? What the module does next will tell.
-            note = self.hands.follow(out, query.shape[-2])
+            note = self.hands.follow(out, query.shape[-2], key.shape[-2])
             note.where, note.sizes = frame, self.frames.sizes()
 
             def in_order(order: Tensor) -> Call:
@@ -325,38 +338,66 @@ class Senses:
     def _by_hand(self, frame: Frame, note: Weighed, out: Any) -> Any:
         """A product of weights and values, or more that became known of one."""
         if note.where is None:
+            if not self._is_new(note):
+                return out
             note.where, note.sizes = frame, self.frames.sizes()
+            frame.tell()
+            if self.changes and (frame.unseen or not note.whole or _routes(note)):
+                self._unread(frame, _IN_PARTS)
+                return out
             self.pending.append(note)
+        if note.done:
+            return out
         if note.heads is None and self.changes:
-            note.settle(frame.batch)
-        if note.heads is None or note.done:
+            note.settle(frame.sizes)
+        if note.heads is None:
             return out
         whole, axes = note.opened(out)
         known = sorted(axes) == ["e", "n", "x", "y"]
         order = [axes.index(a) for a in ("y" if note.heads == "x" else "x", note.heads, "n", "e")] if known else []
-        attention = self._finish(note, whole.permute(order).detach() if known else None)
+        note.output = whole.permute(order).detach() if known else None
         if not self.changes:
+            if not _may_be_a_part(note):
+                self._finish(note)
             return out
+        attention = self._finish(note)
         if not known:
             raise _untold(attention.layer, note)
-        changed = self.change(attention, whole.permute(order)).permute([order.index(i) for i in range(4)])
+        given = whole.permute(order)
+        changed = self.change(attention, given)
+        note.where.changed |= changed is not given
+        changed = changed.permute([order.index(i) for i in range(4)])
         return tuple(changed.unbind()) if isinstance(out, (tuple, list)) else changed.reshape(out.shape)
 
-    def _finish(self, note: Weighed, output: Tensor | None = None) -> Attention:
+    def _is_new(self, note: Weighed) -> bool:
+        """Whether these weights were not multiplied into other values before: that would be one attention."""
+        if note.origin is None:
+            return True
+        known_by = note.weights.data_ptr(), note.weights.numel()
+        if note.origin.told is None or note.origin.told[0] != known_by:
+            note.origin.told = [known_by, None]
+            return True
+        return self.changes  # all that comes of a head is changed
+
+    def _finish(self, note: Weighed) -> Attention:
         """Tell of an attention by hand, now that its axes are known (or will never be)."""
         note.done = True
         self.pending.remove(note)
+        frame, told = note.where, None if note.origin is None else note.origin.told
+        if told is not None and told[1] is not None and told[0] == (note.weights.data_ptr(), note.weights.numel()):
+            return told[1]
         with torch.no_grad(), torch._C.DisableTorchFunction():
             weights = note.ordered()
-            frame = note.where
             if note.about is not None:
                 call = note.about(weights[..., 0, 0])
-                attention = self._describe(frame, call.shape, call=call, output=output)
+                attention = self._describe(frame, call.shape, call=call, output=note.output)
             else:
-                attention = self._describe(frame, tuple(weights.shape), weights=weights, output=output)
+                attention = self._describe(frame, tuple(weights.shape), weights=weights, output=note.output)
                 attention.values = note.values
             self._find_projection(attention, frame)
             self.see(attention)
+        if told is not None:
+            told[1] = attention
         return attention
 
     # What becomes of the heads' outputs
@@ -393,6 +434,45 @@ class Senses:
             if any(within is frame for _, within in several):
                 del self.awaited[number]
 
+    # What could not be read
+
+    def _unread(self, frame: Frame, reason: str) -> None:
+        """A module computed attention that cannot be told of."""
+        if frame.changed:
+            raise bad_value(frame.name, expected="attention that can be read as a whole, where heads are changed",
+                            received=reason)  # fmt: skip
+        frame.tell()
+        frame.unseen = True
+        self.not_seen(frame.name, reason)
+
+    def _look_back(self, frame: Frame) -> None:
+        """A module ends: what became of its softmaxes?"""
+        for origin in [one for one in self.hands.origins if one.where is frame]:
+            lost = origin.scored and not origin.used and origin.lost
+            if lost or (origin.parts and (origin.lost or origin.parts > 1)):
+                self._unread(origin.home, _IN_PARTS if origin.parts else _lost_in(origin.lost))
+                frame.unseen = True
+            elif not (origin.used or origin.parts or origin.lost) and frame.parent is not None:
+                origin.where = frame.parent  # to which it may have been handed
+                continue
+            self.hands.origins.remove(origin)
+
+    def _was_silent(self, frame: Frame) -> None:
+        """A module named for attention ends: did anything in it tell? The innermost of several is named."""
+        if frame.told or not is_named_for_attention(frame.module):
+            return
+        around = frame.parent
+        while around is not None and not is_named_for_attention(around.module):
+            around = around.parent
+        silent = frame.silent or [frame.name]
+        if around is not None:
+            around.silent += silent
+            return
+        for name in silent:
+            if name not in self._seen:
+                self.not_seen(name, "its class is named for attention, and no softmax over keys that could be followed "
+                                    "to values was computed in it")  # fmt: skip
+
     def _ran_elsewhere(self, names: list[str]) -> None:
         """Another thread entered or left a part of the model: attend to what it computes there."""
         mode = getattr(self.frames.others, "mode", None)
@@ -414,6 +494,7 @@ class Senses:
         """A module ends: what was not told by then is told by the best that is known."""
         if self.awaited:
             self._projected(frame)
+        self._look_back(frame)
         for note in list(self.pending):
             if self.changes and note.where.parent is not None:  # whoever called it may tell yet
                 if note.where.parent is frame:
@@ -421,7 +502,57 @@ class Senses:
             elif note.where is frame:
                 if self.changes:
                     raise _untold(frame.name, note)
-                self._finish(note)
+                if _routes(note) or (frame.unseen and _may_be_a_part(note) and not _is_square(note)):
+                    self.pending.remove(note)
+                else:
+                    self._finish(note)
+        self._was_silent(frame)
+
+
+_IN_PARTS = "its attention is computed in parts, of some queries or keys each, which are not put together"
+
+
+def _lost_in(function: str) -> str:
+    return f"its softmax over keys could not be followed to a product with values (lost in {function})"
+
+
+def _may_be_a_part(note: Weighed) -> bool:
+    """Whether attention may not be all that its module computes: unless all tokens of an input look at all of them."""
+    if note.about is not None or note.origin is None:
+        return False
+    lengths = note.where.lengths()
+    return not _is_square(note) or note.origin.routed is not None or note.weights.shape[-1] not in lengths
+
+
+def _routes(note: Weighed) -> bool:
+    """Whether the same scores route tokens to learned slots: a mixture of experts, not attention."""
+    return note.origin is not None and bool(note.origin.routed)
+
+
+def _is_square(note: Weighed) -> bool:
+    return note.whole and note.weights.shape[-2] == note.weights.shape[-1]
+
+
+def _is_part(module: nn.Module) -> bool:
+    """Whether a module is a function in the shape of a module, such as nn.Softmax."""
+    return isinstance(module, (nn.Softmax, nn.LogSoftmax, nn.Dropout, nn.Identity))
+
+
+_NAMED_FOR_ATTENTION = re.compile(r"(Attention|Attn)(V?\d+[dD]?|Layer|Block|Module|Pool|Pooling)?$")
+_CALLS_ATTENTION = re.compile(r"scaled_dot_product|flash_att|efficient_att|varlen_att|flex_att|native_multi_head")
+
+_COMPUTES_ATTENTION = re.compile(r"aten::(softmax|_softmax|scaled_dot_product|_native_multi_head|\w*flash_att)")
+
+
+def is_named_for_attention(module: nn.Module) -> bool:
+    """Whether a module's class says that it computes attention."""
+    return _NAMED_FOR_ATTENTION.search(type(module).__name__) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def is_attention(func: Any) -> bool:
+    """Whether a torch function or operator, which is not one that is seen, computes attention; by its name."""
+    return _CALLS_ATTENTION.search(str(getattr(func, "__name__", func))) is not None
 
 
 def _readings(

@@ -126,6 +126,21 @@ def test_causal(split: bool, n: int, m: int, padding: str) -> None:
 
 
 @both
+@pytest.mark.filterwarnings("ignore:Support for mismatched:UserWarning")
+@pytest.mark.parametrize("attn", ["bool", "float", "bool per head"])
+@pytest.mark.parametrize("padding", ["none", "bool"])
+def test_a_hint_that_is_wrong(split: bool, attn: str, padding: str) -> None:
+    """The mask counts, not the hint beside it; with weights and without."""
+    theirs = made()
+    ours = swap(copy.deepcopy(theirs), split=split)
+    query, key = drawn(N, B, W), drawn(M, B, W)
+    options = {"attn_mask": ATTN[attn](N, M), "key_padding_mask": PADDING[padding](M)}
+    expected = theirs(query, key, key, **options)
+    close(ours(query, key, key, **options, is_causal=True), expected)
+    close(ours(query, key, key, **options, is_causal=True, need_weights=False)[0], expected[0])
+
+
+@both
 def test_a_query_that_may_see_nothing(split: bool) -> None:
     theirs = made(batch_first=True)
     ours = swap(copy.deepcopy(theirs), split=split)

@@ -370,7 +370,12 @@ class Hands:
                 axis = _order(func, args, kwargs).index(note.weights.dim() + axis) - note.weights.dim()
             elif axis != -1 and getattr(out, "shape", None) != args[0].shape:
                 return None
-            elif isinstance(out, Tensor) and out.dim() > args[0].dim() and 1 in out.shape[-2:]:
+            elif (
+                isinstance(out, Tensor)
+                and out.dim() > args[0].dim()
+                and 1 in out.shape[-2:]
+                and not _leading_axes_alone(args[0], out)
+            ):
                 return None  # weights of one thing, made to look like a row: a mixture, not attention
             with torch.no_grad():
                 weights = func(note.weights, *args[1:], **kwargs)
@@ -521,6 +526,11 @@ class Hands:
         self._put(out, note)
         _look_for_heads(note)
         return note if note.heads else None
+
+
+def _leading_axes_alone(x: Tensor, out: Tensor) -> bool:
+    """Whether axes before the last two were split: (B * H, N, M) to (B, H, N, M), of one query too."""
+    return x.dim() > 2 and out.shape[-2:] == x.shape[-2:] and out.shape[:-2] != (*x.shape[:-2], 1)
 
 
 def _parted(note: Weighed, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> Weighed | None:

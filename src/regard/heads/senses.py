@@ -50,7 +50,7 @@ from regard.heads.flash import from_flash, paged
 from regard.heads.frames import Frame, Frames, same_input
 from regard.heads.handwritten import FUNCTIONS, SOFTMAXES, Hands, Weighed, batch_of
 from regard.kernels import Call
-from regard.layouts.torch_mha_call import functional_operands
+from regard.layouts.torch_mha_call import Operands, functional_operands, is_causal_mask
 
 __all__ = ["Senses"]
 
@@ -235,9 +235,11 @@ class Senses:
         # be seen, its work is done again with the heads' outputs between; and those further out see `attend` alone.
         again = self.changes or (self.needs_output and any(one.changes for one in huggingface.lookers()))
         with torch._C.DisableTorchFunction() if again else nullcontext():
-            out, weights = F.multi_head_attention_forward(*args, **kwargs)
+            out, weights = _multi_head_unwatched(frame, args, kwargs)
         with torch.no_grad():
             operands = functional_operands(*args, **kwargs)
+            if not again and _may_disbelieve(frame.module, operands, kwargs) and not _came_of(operands, out, args):
+                operands = functional_operands(*args, **kwargs | {"is_causal": False})
             q, k, v = (x.detach() for x in operands[:3])
             call = prepare(q, k, v, **with_additive_masks(**operands.options))
         attention = self._describe(frame, call.shape, call=call)
@@ -553,6 +555,33 @@ def is_named_for_attention(module: nn.Module) -> bool:
 def is_attention(func: Any) -> bool:
     """Whether a torch function or operator, which is not one that is seen, computes attention; by its name."""
     return _CALLS_ATTENTION.search(str(getattr(func, "__name__", func))) is not None
+
+
+def _multi_head_unwatched(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """`F.multi_head_attention_forward`, or where the module that called it would have gone another way unwatched (the
+    fast path of `nn.MultiheadAttention`, off while a mode is on), what it gives there: rows that see nothing are NaN."""
+    module = frame.module
+    own = isinstance(module, nn.MultiheadAttention) and module.forward.__func__ is nn.MultiheadAttention.forward  # type: ignore[attr-defined]
+    query = frame.given("query") if own else None
+    if not own or not isinstance(query, Tensor) or query.data_ptr() != args[0].data_ptr():
+        return F.multi_head_attention_forward(*args, **kwargs)
+    out, weights = module.forward(*frame.args, **frame.kwargs)
+    return (out.transpose(0, 1) if module.batch_first and out.dim() == 3 else out), weights
+
+
+def _may_disbelieve(module: nn.Module, operands: Operands, kwargs: dict[str, Any]) -> bool:
+    """Whether a hint that a mask is causal is wrong, and may have gone the fast path, which reads the mask."""
+    mask = kwargs.get("attn_mask")
+    if not kwargs.get("is_causal") or mask is None or module.training or not isinstance(module, nn.MultiheadAttention):
+        return False
+    return not is_causal_mask(mask, operands.q.shape[2], mask.shape[-1])
+
+
+def _came_of(operands: Operands, out: Tensor, args: tuple[Any, ...]) -> bool:
+    """Whether an output (N, B, W) of `F.multi_head_attention_forward` is what these heads give."""
+    heads = attend(operands.q, operands.k, operands.v, **operands.options).transpose(1, 2).flatten(2)
+    right = F.linear(heads, args[11], args[12]).transpose(0, 1).reshape(out.shape)
+    return torch.allclose(out, right.to(out.dtype), rtol=1e-2, atol=1e-3 * float(right.abs().amax()), equal_nan=True)
 
 
 def _readings(

@@ -39,10 +39,12 @@ class watch(Senses):
             exactly; "qkv" also values and what comes of them, `seen[layer].output`, which `ablate` can put in, and
             `seen[layer].projected()`, what each head adds to the layer's output. O(N) memory.
 
-    Gives a `Record`. Outputs and gradients are those of the model unwatched, to rounding (the fast path of
-    `nn.TransformerEncoder` is off, so outputs at padding differ), and random numbers are the same. Everything is put
-    back when the block ends, whatever happened in it. A watch that saw nothing raises, and says why. A layer that
-    computed attention which could not be read is named in `seen.unseen`, with the reason.
+    Gives a `Record`. Outputs and gradients are those of the model unwatched, to rounding, and random numbers are the
+    same. `nn.MultiheadAttention` goes its fast path where it would unwatched: queries that may see nothing are NaN
+    there, and 0 before the output projection elsewhere. The fast path of `nn.TransformerEncoder` alone is off, for
+    nothing can be seen in it: outputs at padding differ, and of queries that may see nothing. Everything is put back
+    when the block ends, whatever happened in it. A watch that saw nothing raises, and says why. A layer that computed
+    attention which could not be read is named in `seen.unseen`, with the reason.
 
     >>> import regard
     >>> layer = regard.MultiHeadAttention(16, num_heads=2)

@@ -23,8 +23,9 @@ def swap(model: Model, split: bool = False) -> Model:
 
     It takes the same calls and gives the same answers, but: with and without weights alike; 0 before the output
     projection, never NaN, where a query may see nothing; weights are those before dropout; `forward` and hooks run
-    inside `nn.TransformerEncoder` in evaluation too (its fast paths would go around them). `is_causal=True` says that
-    `attn_mask` is the causal one, as ever; here it also goes without.
+    inside `nn.TransformerEncoder` in evaluation too (its fast paths would go around them). `is_causal=True` is a hint
+    that `attn_mask` is the causal one; where it is not, the mask counts (torch believes the hint, or not, by whether
+    weights are needed). Here it also goes without a mask.
 
     Args:
         model: any module; if it is an `nn.MultiheadAttention` itself, what replaces it is returned. Give the outermost
@@ -188,7 +189,8 @@ class SplitAttention(nn.Module):
             options = said_in_masks((batch, self.num_heads, n, m), key_padding_mask=padding, attn_mask=attn_mask,
                                     is_causal=is_causal)  # fmt: skip
             # The layer takes positions as a tensor; where n = m its own are the same: the first query at the first key.
-            options["positions"] = torch.arange(n, device=query.device) if is_causal and n != m else None
+            first = options["positions"] is not None and n != m
+            options["positions"] = torch.arange(n, device=query.device) if first else None
             result = self.layer(query, key, value, **options, need_weights=need_weights)
             return result if need_weights else (result, None)
 

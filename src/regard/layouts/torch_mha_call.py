@@ -18,7 +18,7 @@ from torch import Tensor
 from regard.errors import bad_type, bad_value, shape_of
 from regard.masks import Causal, Hide, Keep, Mask, Padding
 
-__all__ = ["Operands", "batch_first", "functional_operands", "operands", "project", "said_in_masks"]
+__all__ = ["Operands", "batch_first", "functional_operands", "is_causal_mask", "operands", "project", "said_in_masks"]
 
 
 class Operands(NamedTuple):
@@ -40,7 +40,8 @@ def said_in_masks(
 ) -> dict[str, Any]:
     """`mask`, `bias` and `positions` of `attend`, for (B, H, N, M) and `extra` keys more, which all may see.
 
-    `is_causal` says that `attn_mask` is the causal one, and stands for it: the mask itself is then not read.
+    `is_causal` stands for the causal mask. Beside an `attn_mask` it is a hint that this is the causal one, and looked
+    after: the mask is what counts.
 
     >>> said_in_masks((1, 1, 2, 2), is_causal=True)
     {'mask': Causal(), 'bias': None, 'positions': 0}
@@ -49,6 +50,7 @@ def said_in_masks(
     parts: list[Mask] = []
     biases: list[Tensor] = []
     device = attn_mask.device if attn_mask is not None else None
+    is_causal = is_causal and (attn_mask is None or is_causal_mask(attn_mask, n, m))
     if is_causal:
         parts.append(Causal() | Keep(torch.arange(m + extra, device=device)[None] >= m) if extra else Causal())
     elif attn_mask is not None:
@@ -82,6 +84,16 @@ def _is_boolean(what: str, mask: Tensor) -> bool:
         raise bad_type(what, expected="a boolean tensor (True hides) or a floating-point one (added to the scores)",
                        received=mask.dtype, remedy="mask.bool() where nonzero hides")  # fmt: skip
     return mask.dtype is torch.bool
+
+
+def is_causal_mask(mask: Tensor, n: int, m: int) -> bool:
+    """Whether a mask is known to hide what is after the query, from the top left, and to do nothing else."""
+    if torch.compiler.is_compiling() or mask.is_meta or tuple(mask.shape[-2:]) != (n, m):
+        return False  # it is read as it is
+    after = torch.ones(n, m, dtype=torch.bool, device=mask.device).triu(1)
+    if mask.dtype is torch.bool:
+        return bool((mask == after).all())
+    return bool((mask.detach() == torch.zeros_like(after, dtype=mask.dtype).masked_fill(after, -torch.inf)).all())
 
 
 def _padded(mask: Tensor, extra: int) -> Tensor:
@@ -164,7 +176,10 @@ def functional_operands(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> Operands:
-    """The same from the arguments of `F.multi_head_attention_forward`: inputs (N, B, W), or (N, W) without a batch."""
+    """The same from the arguments of `F.multi_head_attention_forward`: inputs (N, B, W), or (N, W) without a batch.
+
+    As it computes: where neither weights are needed nor keys are padding, it believes `is_causal` and reads no mask.
+    """
     one = query.dim() == 2
     q, k, v = (x[None] if one else x.transpose(0, 1) for x in (query, key, value))
     k = q if key is query else k
@@ -177,8 +192,11 @@ def functional_operands(
         v = static_v.unflatten(0, (-1, num_heads)).transpose(1, 2).flatten(2)
     if one and key_padding_mask is not None:
         key_padding_mask = key_padding_mask[None]
-    return operands(q, k, v, num_heads, bias_k=bias_k, bias_v=bias_v, add_zero_attn=add_zero_attn,
-                    key_padding_mask=key_padding_mask, attn_mask=attn_mask, is_causal=is_causal)  # fmt: skip
+    believed = is_causal and attn_mask is not None and not need_weights and key_padding_mask is None
+    found = operands(q, k, v, num_heads, bias_k=bias_k, bias_v=bias_v, add_zero_attn=add_zero_attn,
+                     key_padding_mask=key_padding_mask, attn_mask=None if believed else attn_mask,
+                     is_causal=is_causal)  # fmt: skip
+    return found._replace(options=found.options | {"mask": Causal()}) if believed else found  # (extra keys are hidden)
 
 
 Compute = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, "Tensor | None"]]

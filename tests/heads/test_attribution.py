@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import peft
@@ -12,6 +14,7 @@ import transformers
 from heads import hf_models
 from heads.hf_models import some_ids
 from heads.oracle_hands import Hand, W, by_operator, drawn
+from heads.tiny_models import EXPERTS, HYBRID, LATENT, tiny
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
@@ -114,6 +117,108 @@ def test_their_decoders(family: str, position: int) -> None:
     check(hf_models.model(family), norm, [projection.format(i) for i in range(2)], heads, position)
 
 
+# Norms that add 1 to their weight, norms after the heads, factors of logits and of the stream, gates, parallel layers:
+# a class of transformers, its sizes, and its output projections.
+MORE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "afmoe": ("AfmoeForCausalLM", EXPERTS, "self_attn.o_proj"),
+    "bitnet": ("BitNetForCausalLM", {}, "self_attn.o_proj"),
+    "cohere": ("CohereForCausalLM", {"logit_scale": 0.3}, "self_attn.o_proj"),
+    "cohere2": ("Cohere2ForCausalLM", {"logit_scale": 0.3}, "self_attn.o_proj"),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", EXPERTS | LATENT, "self_attn.o_proj"),
+    "exaone4": ("Exaone4ForCausalLM", {}, "self_attn.o_proj"),
+    "gemma": ("GemmaForCausalLM", {}, "self_attn.o_proj"),
+    "gemma2": ("Gemma2ForCausalLM", {"final_logit_softcapping": 3.0}, "self_attn.o_proj"),
+    "gemma3": ("Gemma3ForCausalLM", {}, "self_attn.o_proj"),
+    "glm4": ("Glm4ForCausalLM", {}, "self_attn.o_proj"),
+    "granite": ("GraniteForCausalLM", {"residual_multiplier": 0.7, "logits_scaling": 3.0}, "self_attn.o_proj"),
+    "jamba": ("JambaForCausalLM", EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 0, "use_mamba_kernels": False,
+                                             "mamba_dt_rank": 3}, "self_attn.o_proj"),
+    "laguna": ("LagunaForCausalLM", EXPERTS, "self_attn.o_proj"),
+    "nemotron": ("NemotronForCausalLM", {}, "self_attn.o_proj"),
+    "olmo2": ("Olmo2ForCausalLM", {}, "self_attn.o_proj"),
+    "opt": ("OPTForCausalLM", {"word_embed_proj_dim": 24, "ffn_dim": 13}, "self_attn.out_proj"),
+    "phi": ("PhiForCausalLM", {}, "self_attn.dense"),
+    "qwen3_next": ("Qwen3NextForCausalLM", EXPERTS | HYBRID, "self_attn.o_proj"),
+    "stablelm": ("StableLmForCausalLM", {"use_parallel_residual": True}, "self_attn.o_proj"),
+    "starcoder2": ("Starcoder2ForCausalLM", {}, "self_attn.o_proj"),
+}  # fmt: skip
+
+
+def by_gradient(
+    model: Any, ids: Tensor, projection: str, position: int, target: int
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """The gradient (W,) of the logit (before a softcap) at each output projection, by way of the stream alone: other
+    modules of a layer are cut off from it, the scales of norms are held fixed. With what each head gives there (H, W).
+    And the logit."""
+    leaves: list[Tensor] = []
+    given: list[tuple[Tensor, Tensor]] = []
+    before_cap: list[Tensor] = []
+
+    def leaf(module: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        given.append((args[0].reshape(len(ids), -1)[position], module.weight))
+        leaves.append(out.detach().requires_grad_())
+        return leaves[-1]
+
+    def fixed(module: Any, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        x, bias = args[0], getattr(module, "bias", None)
+        eps = next(e for name in ("eps", "variance_epsilon") if isinstance(e := getattr(module, name, None), float))
+        centred = isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("LayerNorm")
+        square = x.var(-1, unbiased=False, keepdim=True) if centred else x.square().mean(-1, keepdim=True)
+        scale, bias = square.add(eps).sqrt(), 0 if bias is None else bias
+        return (out - bias) * scale / scale.detach() + bias
+
+    def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def alone(x: Any) -> Any:
+            return x.detach() if isinstance(x, Tensor) else x
+
+        return tuple(map(alone, args)), {name: alone(x) for name, x in kwargs.items()}
+
+    hooks = [model.get_output_embeddings().register_forward_hook(lambda module, args, out: before_cap.append(out))]
+    for name, module in model.named_modules():
+        if name.endswith(projection):
+            hooks.append(module.register_forward_hook(leaf))
+        elif "Norm" in type(module).__name__ and hasattr(module, "weight"):
+            hooks.append(module.register_forward_hook(fixed))
+        elif re.search(r"\.\d+\.", name) and not isinstance(module, nn.Dropout):
+            hooks.append(module.register_forward_pre_hook(cut, with_kwargs=True))
+    logits = model(ids[None]).logits
+    logits = before_cap[0] if getattr(model.config, "final_logit_softcapping", None) else logits
+    logit = logits[0, position, target]
+    gradients = torch.autograd.grad(logit, leaves)
+    for hook in hooks:
+        hook.remove()
+    right = []
+    for (entered, weight), gradient in zip(given, gradients, strict=True):
+        heads = model.config.num_attention_heads
+        parts = torch.einsum("he,whe->hw", entered.view(heads, -1), weight.unflatten(1, (heads, -1)))
+        right.append((parts.detach(), gradient.reshape(len(ids), -1)[position]))
+    return right, logit.detach()
+
+
+@pytest.mark.parametrize("kind", MORE)
+def test_more_of_their_decoders(kind: str) -> None:
+    made, sizes, projection = MORE[kind]
+    model, ids, position, target = tiny(made, sizes), some_ids(1, 13)[0], 6, 7
+    found = attribution(model, ids, target, position=position)
+    right, logit = by_gradient(model, ids, projection, position, target)
+    assert found.logit == pytest.approx(logit.item(), abs=1e-4)
+    assert found.softcap == (3.0 if kind == "gemma2" else None)
+    assert sum(s.sum().item() for s in found.scores.values()) + found.rest == pytest.approx(found.logit, abs=1e-5)
+    assert len(found.scores) == len(right) > 0
+    for got, (parts, gradient) in zip(found.scores.values(), right, strict=True):
+        assert (parts @ gradient).abs().min() > 1e-6, "heads that add nothing prove nothing"
+        torch.testing.assert_close(got, parts @ gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_a_logit_before_its_cap() -> None:
+    model, ids = tiny("Gemma2ForCausalLM", {"final_logit_softcapping": 3.0}), some_ids(1, 13)
+    found = attribution(model, ids, 7)
+    with torch.no_grad():
+        capped = model(ids).logits[0, -1, 7].item()
+    assert 3.0 * math.tanh(found.logit / 3.0) == pytest.approx(capped, abs=1e-5)
+    assert str(found).startswith(f"logit {found.logit:.3f} of token 7 before the cap of 3, of which")
+
+
 def test_in_half_the_precision() -> None:
     """Rounding is not taken for another model."""
     model = hf_models.model("llama").to(torch.bfloat16)
@@ -204,24 +309,53 @@ def test_models_that_have_no_such_sum() -> None:
     for model in (hf_models.model("bert"), encoder, Hand(by_operator), hf_models.model("t5")):
         with pytest.raises(ValueError, match=words.format(type(model).__name__)):
             attribution(model, ids)
-    between = "model: expected heads that add to the stream as they are, received norms between heads and stream"
-    post = Decoder(ModelConfig(**LLAMA | {"order": "post"}))
-    for model in (hf_models.model("gemma2"), post):
-        with pytest.raises(ValueError, match=between):
-            attribution(model, ids)
+    words = ("model: expected layers that add what their heads give to the stream: as it is, scaled, or after a norm, "
+             r"received {}, whose stream is no sum of these")  # fmt: skip
+    post = drawn(Decoder(ModelConfig(**LLAMA | {"order": "post"})))
+    with pytest.raises(ValueError, match=words.format(r"blocks\.0 \(Block\)")):
+        attribution(post, ids)
 
 
-@pytest.mark.parametrize("kind", ["Gemma", "Granite", "Cohere"])
-def test_models_whose_logits_are_something_else(kind: str) -> None:
-    """A norm that adds 1 to its weight, logits that are scaled: shares would be wrong, and no one would know."""
-    sizes = {"num_hidden_layers": 1, "hidden_size": 42, "num_attention_heads": 3, "num_key_value_heads": 3,
-             "head_dim": 14, "intermediate_size": 11, "vocab_size": 97, "max_position_embeddings": 37,
-             "logits_scaling": 3.0, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
-    made = getattr(transformers, f"{kind}ForCausalLM")
-    model = made(made.config_class(**sizes)).eval()
-    with pytest.raises(ValueError, match=r"model: expected logits that are the normalised stream times the vocabulary, "
-                       r"received -?\d+\.\d{4} where that is -?\d+\.\d{4}"):  # fmt: skip
-        attribution(model, some_ids(1, 5))
+@pytest.mark.parametrize(
+    "kind, sizes, words",
+    [
+        ("BertLMHeadModel", {"is_decoder": True}, r"bert\.encoder\.layer\.0 \(BertLayer\), whose stream is no sum"),
+        ("DogeForCausalLM", {}, r"model\.layers\.0 \(DogeDecoderLayer\), whose stream is no sum"),
+        ("MiniMaxForCausalLM", EXPERTS | {"layer_types": ["full_attention"] * 2, "num_local_experts": 3},
+         r"model\.layers\.0 \(MiniMaxDecoderLayer\), whose stream is no sum of these"),
+        ("OpenAIGPTLMHeadModel", {"n_embd": 24, "n_head": 6, "n_layer": 2}, r"transformer\.h\.0 \(Block\), whose"),
+        ("DiffLlamaForCausalLM", {"num_key_value_heads": 2}, "received one that several attentions enter together"),
+    ],
+)  # fmt: skip
+def test_models_that_add_in_other_ways(kind: str, sizes: dict[str, Any], words: str) -> None:
+    """A stream that is normalised itself, or gated: shares would be wrong, and no one would know."""
+    with pytest.raises(ValueError, match=words):
+        attribution(tiny(kind, sizes), some_ids(1, 5))
+
+
+class Scaled(nn.Module):
+    """A language model whose logits are something else than a multiple of the projection's."""
+
+    def __init__(self, model: Decoder) -> None:
+        super().__init__()
+        self.model, self.head = model, model.head
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.tanh(self.model(ids))
+
+
+def test_logits_that_are_something_else() -> None:
+    words = r"model: expected logits that are the normalised stream times the vocabulary, received -?\d+\.\d{4} where"
+    with pytest.raises(ValueError, match=words):
+        attribution(Scaled(ours("as Llama")), some_ids(1, 5))
+
+
+def test_factors_need_digits() -> None:
+    """In half the precision a factor of the residual stream cannot be told exactly."""
+    model = tiny("GraniteForCausalLM", {"residual_multiplier": 0.7})
+    assert attribution(model, some_ids(1, 5), 7).target == 7
+    with pytest.raises(ValueError, match="whose stream is no sum of these"):
+        attribution(model.to(torch.bfloat16), some_ids(1, 5))
 
 
 class Odd(nn.Module):

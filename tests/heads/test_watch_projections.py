@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import transformers
+from heads.tiny_models import EXPERTS, HYBRID, LATENT, tiny
 from torch import Tensor, nn
 
 import regard
@@ -15,29 +15,17 @@ from regard.heads.record import Layer
 
 B, N, H, E, W = 2, 7, 3, 5, 11
 
-_SIZES: dict[str, Any] = {
-    "num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4,
-    "intermediate_size": 13, "vocab_size": 23, "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1,
-    "eos_token_id": 2}  # fmt: skip
-_EXPERTS: dict[str, Any] = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 7,
-                            "shared_expert_intermediate_size": 7}  # fmt: skip
-_HYBRID: dict[str, Any] = {
-    "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-    "linear_key_head_dim": 4, "linear_value_head_dim": 4}  # fmt: skip
-_LATENT: dict[str, Any] = {"num_key_value_heads": 6, "head_dim": 2, "kv_lora_rank": 5, "q_lora_rank": 7, "qk_nope_head_dim": 4,
-                           "qk_rope_head_dim": 2, "v_head_dim": 3, "n_routed_experts": 3, "n_group": 1,
-                           "topk_group": 1}  # fmt: skip
 # A class of transformers, its sizes, its output projections, and whether something is between the heads and them.
 MODELS: dict[str, tuple[str, dict[str, Any], str, bool]] = {
-    "afmoe": ("AfmoeForCausalLM", _EXPERTS, "self_attn.o_proj", True),
+    "afmoe": ("AfmoeForCausalLM", EXPERTS, "self_attn.o_proj", True),
     "bitnet": ("BitNetForCausalLM", {}, "self_attn.o_proj", True),
-    "laguna": ("LagunaForCausalLM", _EXPERTS, "self_attn.o_proj", True),
-    "qwen3_next": ("Qwen3NextForCausalLM", _EXPERTS | _HYBRID, "self_attn.o_proj", True),
-    "qwen3_5": ("Qwen3_5ForCausalLM", _HYBRID, "self_attn.o_proj", True),
+    "laguna": ("LagunaForCausalLM", EXPERTS, "self_attn.o_proj", True),
+    "qwen3_next": ("Qwen3NextForCausalLM", EXPERTS | HYBRID, "self_attn.o_proj", True),
+    "qwen3_5": ("Qwen3_5ForCausalLM", HYBRID, "self_attn.o_proj", True),
     "bert": ("BertModel", {}, "attention.output.dense", False),
     "bloom": ("BloomForCausalLM", {"n_head": 6, "n_layer": 2}, "self_attention.dense", False),
     "cohere": ("CohereForCausalLM", {}, "self_attn.o_proj", False),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", _EXPERTS | _LATENT, "self_attn.o_proj", False),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", EXPERTS | LATENT, "self_attn.o_proj", False),
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 24, "n_head": 6, "n_layer": 2}, "attn.c_proj", False),
     "gptj": ("GPTJForCausalLM", {"n_embd": 24, "n_head": 6, "n_layer": 2, "rotary_dim": 4}, "attn.out_proj", False),
     "gpt_neox": ("GPTNeoXForCausalLM", {}, "attention.dense", False),
@@ -46,19 +34,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, bool]] = {
     "opt": ("OPTForCausalLM", {"word_embed_proj_dim": 24, "ffn_dim": 13}, "self_attn.out_proj", False),
     "vit": ("ViTModel", {"image_size": 8, "patch_size": 4}, "attention.o_proj", False),
 }
-
-
-def tiny(kind: str, sizes: dict[str, Any]) -> Any:
-    """A small model of transformers with random weights."""
-    made = getattr(transformers, kind)
-    config = made.config_class(**_SIZES | sizes)
-    config._experts_implementation = "eager"  # (others ask for sizes that are not prime)
-    model = made(config).float().eval()
-    generator = torch.Generator().manual_seed(7)
-    for parameter in model.parameters():
-        drawn = torch.randn(parameter.shape, generator=generator)
-        parameter.data = parameter.data + 0.2 * drawn if parameter.dim() == 1 else 0.2 * drawn
-    return model
 
 
 def given(kind: str) -> dict[str, Tensor]:
@@ -93,11 +68,11 @@ def test_what_heads_add_sums_to_what_the_projection_gave(kind: str) -> None:
         slices = entered.reshape(B, -1, heads, weight.shape[1] // heads)  # type: ignore[index]
         alone = slices[:, :, 1] @ weight.unflatten(1, (heads, -1))[:, 1].mT  # type: ignore[union-attr]
         torch.testing.assert_close(layer.projected()[:, 1], alone.detach(), rtol=1e-4, atol=1e-5)
-        apart = (layer.output.transpose(1, 2).flatten(2) - entered.reshape(B, -1, weight.shape[1])).abs().max()  # type: ignore[index]
-        assert (apart > 1e-3) == between
+        apart = layer.output.transpose(1, 2) - slices
+        assert (apart.abs().max() > 1e-3) == between
         if between:
             assert not layer.has("contribution")
-            with pytest.raises(AttributeError, match="'contribution' was not measured in .*: it needs heads' outputs "
+            with pytest.raises(AttributeError, match="it needs heads' outputs "
                                "that enter the output projection as they are, and a gate or a norm is between them"
                                ):  # fmt: skip
                 _ = layer.contribution
@@ -123,7 +98,7 @@ def test_a_gate_leaves_heads_where_they_are(kind: str) -> None:
 
 def test_a_gated_text_in_pieces() -> None:
     """Token after token from a cache, as all at once."""
-    model, ids = tiny("LagunaForCausalLM", _EXPERTS), given("laguna")["input_ids"]
+    model, ids = tiny("LagunaForCausalLM", EXPERTS), given("laguna")["input_ids"]
     with torch.no_grad(), regard.watch(model, keep="qkv") as seen:
         model(ids)
     with torch.no_grad(), regard.watch(model, keep="qkv") as pieces:
@@ -144,8 +119,8 @@ def test_heads_that_are_subtracted_from_each_other_are_refused() -> None:
         model(**given("diffllama"))
     assert seen[0].projection is None
     assert not seen[0].has("contribution")
-    with pytest.raises(ValueError, match=r"projected: expected an output projection \(W, H \* E\) that the heads of this "
-                       "layer enter, received one that several attentions enter together"):  # fmt: skip
+    words = r"projected: expected an output projection \(W, H \* E\) that the heads of this layer enter, received "
+    with pytest.raises(ValueError, match=words + "one that several attentions enter together"):
         seen[0].projected()
 
 
@@ -201,7 +176,7 @@ def test_ways_to_the_projection(way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("way", "words"),
+    "way, words",
     [
         ("a function", "one that was not seen to run"),
         ("fewer", r"one that was given \(2, 6, 15\) after heads of \(2, 3, 7, 5\)"),
@@ -212,7 +187,7 @@ def test_ways_that_are_refused(way: str, words: str) -> None:
     torch.manual_seed(1)
     own = Own(way)
     if way == "a hook":
-        own.o_proj.register_forward_hook(lambda module, args, out: 1.01 * out)
+        own.o_proj.register_forward_hook(lambda module, args, out: out * 1.01)
     layer, _ = watched(own, torch.randn(B, N, W))
     with pytest.raises(ValueError, match=f"that the heads of this layer enter, received {words}"):
         layer.projected()
@@ -234,8 +209,8 @@ def test_a_weight_of_ones_own_is_believed() -> None:
 def test_in_other_precisions(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     layer, out = watched(Own("gate").to(dtype), torch.randn(B, N, W, dtype=dtype))
-    close = {"rtol": 1e-9, "atol": 1e-9} if dtype is torch.float64 else {"rtol": 0.05, "atol": 0.02}
-    torch.testing.assert_close(whole(layer), out, **close)
+    rtol, atol = (1e-9, 1e-9) if dtype is torch.float64 else (0.05, 0.02)
+    torch.testing.assert_close(whole(layer), out, rtol=rtol, atol=atol)
 
 
 def test_under_autocast() -> None:

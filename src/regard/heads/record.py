@@ -187,7 +187,7 @@ class Layer:
             needs = "the output projection's weight and the values"
             if self._is_gated(one):
                 needs = "heads' outputs that enter the output projection as they are, and "
-                needs += self._unprojected() or "a gate or a norm is between them"
+                needs += self.why_not_projected() or "a gate or a norm is between them"
             if one.needs_ids:
                 needs = "token ids, and none were found among the model's inputs"
             raise AttributeError(f"{name!r} was not measured in {self.name}: it needs {needs}")
@@ -304,7 +304,7 @@ class Layer:
     @property
     def projection(self) -> tuple[Tensor, Tensor | None] | None:
         """The weight (W, H * E) and bias (W,) of the output projection, where `projected` knows what each head adds."""
-        if self._unprojected() or not self.keeps_output:
+        if self.why_not_projected() or not self.keeps_output:
             return None
         assert self.text is not None
         found = self.text.pieces[0].projection
@@ -316,7 +316,7 @@ class Layer:
         """Whether `output` is there."""
         return self.text is not None and all(piece.output is not None for piece in self.text.pieces)
 
-    def _unprojected(self) -> str:
+    def why_not_projected(self) -> str:
         """Why it is not known what each head adds, in words; "" where it is."""
         assert self.text is not None
         why = ["none by a known name" if p.projection is None else p.projection.unknown for p in self.text.pieces]
@@ -329,19 +329,25 @@ class Layer:
         What entered are the heads' outputs, or what a gate or a norm made of them. (Where a norm is over all heads, its
         scale is that of all of them.) Needs keep="qkv", and a projection that is known by its name and was seen to
         run."""
+        entered = self.entered
+        assert self.text is not None and self.text.pieces[0].projection is not None
+        slices = self.text.pieces[0].projection.weight.unflatten(1, (self.heads, -1)).permute(1, 2, 0)  # (H, E, W)
+        return entered[:, :, slice(None) if rows is None else rows].to(slices.dtype) @ slices
+
+    @property
+    def entered(self) -> Tensor:
+        """What entered the output projection in the last text, a slice for each head: (B, H, N, E). It is `output`, or
+        what a gate or a norm made of it. Needs what `projected` needs."""
         assert self.text is not None
-        self.output  # noqa: B018 (refused in words where it was not kept)
-        why = self._unprojected()
+        output, why = self.output, self.why_not_projected()
         if why:
             raise bad_value("projected", expected="an output projection (W, H * E) that the heads of this layer enter",
                             received=why)  # fmt: skip
-        parts: list[Tensor] = []
-        for piece in self.text.pieces:
-            assert piece.projection is not None and piece.output is not None
-            parts.append(piece.output if piece.projection.entered is None else piece.projection.entered)
-        weight = self.text.pieces[0].projection.weight  # type: ignore[union-attr]
-        slices = weight.unflatten(1, (self.heads, -1)).permute(1, 2, 0)  # (H, E, W)
-        return torch.cat(parts, 2)[:, :, slice(None) if rows is None else rows].to(slices.dtype) @ slices
+        parts = [None if piece.projection is None else piece.projection.entered for piece in self.text.pieces]
+        if all(part is None for part in parts):
+            return output
+        pairs = zip(self.text.pieces, parts, strict=True)
+        return torch.cat([piece.output if part is None else part for piece, part in pairs], 2)  # type: ignore[misc]
 
     def _block(self, items: slice, heads: list[int], rows: slice, cols: slice) -> Tensor:
         text = self.text

@@ -17,7 +17,7 @@ from torch import Tensor
 import regard
 from regard import measures
 from regard.kernels import blockwise, reference
-from regard.masks import Causal, Padding, Window
+from regard.masks import Causal, Padding, Window, conjuncts
 from regard.measures import (
     Contribution,
     Crop,
@@ -64,7 +64,7 @@ def by_the_formula(case: Case, ids: Tensor, out_weight: Tensor, same: Tensor) ->
         "itself": on(ahead == 0),
         "next": on(ahead == 1),
         "received": p.sum(2),
-        "on_first": p[..., 0],
+        "on_first": on(_first_token(call)[:, None, None]),
         "crop": p[:, :, 1:4, 2:7],
     }
     rows, cols = min(3, n), min(2, m)
@@ -90,6 +90,15 @@ def by_the_formula(case: Case, ids: Tensor, out_weight: Tensor, same: Tensor) ->
         found["induction"] = on(torch.cat([torch.zeros_like(copies[..., :1]), copies[..., :-1]], -1))
     found["tokens"] = torch.stack([on(kind) for kind in kinds], -1)
     return found
+
+
+def _first_token(call: Any) -> Tensor:
+    """Which key is the first that no `Padding` hides, (1|B, M); key 0 where it hides all."""
+    keep = torch.ones(1, call.shape[3], dtype=torch.bool)
+    for part in conjuncts(call.mask):
+        if isinstance(part, Padding):
+            keep = keep & part.block(call.whole())[:, 0, 0]
+    return torch.nn.functional.one_hot(keep.int().argmax(1), call.shape[3]).bool()
 
 
 @SETTINGS

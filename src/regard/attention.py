@@ -21,7 +21,7 @@ from regard.errors import bad_type, bad_value, shape_of
 from regard.kernels import Call, blockwise, native, reference
 from regard.kernels.dropout import Dropout, new_seed
 from regard.kernels.tracing import traced
-from regard.masks import FARTHEST, And, Mask, as_mask, conjuncts
+from regard.masks import FARTHEST, And, Mask, Padding, as_mask, conjuncts
 from regard.measures import Measure, MeasureLike, Measurements, Plane, Survey, as_measures
 from regard.positions import Alibi, Bias, DenseBias, RelativeBias, as_biases
 from regard.positions.bias import Buckets
@@ -268,7 +268,10 @@ def measure(
 def plane_of(call: Call) -> Plane:
     """What is measured of a call: its sizes and where its tokens stand. More that is known goes in by `replace`."""
     tile = call.whole()
-    return Plane(*call.shape, tile.q_positions, tile.k_positions, call.dtype)
+    kept = [part.keep for part in conjuncts(call.mask) if isinstance(part, Padding) and part.keep is not None]
+    first = functools.reduce(torch.logical_and, kept).to(torch.uint8).argmax(1) if kept else None
+    first = first if first is not None and first.any() else None  # (with lengths it is 0)
+    return Plane(*call.shape, tile.q_positions, tile.k_positions, call.dtype, first=first)
 
 
 def look(

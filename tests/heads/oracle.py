@@ -1,7 +1,8 @@
 """Shared by the tests of heads: every measure by its plain formula, from dense weights in float64.
 
 An `Oracle` holds the weights P (B, H, N, M) of one attention; a row may be all 0, where its query sees no key. The
-last query stands at the last key unless positions (N,) are given. `agree` compares what a watch says with it.
+last query stands at the last key unless positions (N,) are given. Keys that no token sees are padding, and in self
+attention the queries of their own. `agree` compares what a watch says with it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Oracle:
     ids: Tensor | None = None  # (B, M), the ids of the keys (in self attention without a cache: of the queries)
     values: Tensor | None = None  # (B, H, M, E), one per query head
     out: Tensor | None = None  # (W, H * E), the weight of the output projection; none: as it is
+    real: Tensor | None = None  # (B, M), the keys that are no padding; none: those that some query sees
 
     @property
     def p(self) -> Tensor:
@@ -50,6 +52,15 @@ class Oracle:
     @property
     def seeing(self) -> Tensor:
         return self.mass > 0  # (B, H, N)
+
+    @property
+    def real_keys(self) -> Tensor:
+        """The keys that are no padding, (B, M)."""
+        return (self.p > 0).any(2).any(1) if self.real is None else self.real
+
+    def text(self, item: int, rows: Tensor) -> Tensor:
+        """The map (H, n, m) of one text without padding, where `rows` (B, N) are the queries that are tokens."""
+        return self.p[item][:, rows[item]][:, :, self.real_keys[item]]
 
     def blind(self, hidden: Tensor) -> Oracle:
         """The same where the queries `hidden` (B, N) see no key."""
@@ -80,7 +91,8 @@ class Oracle:
         return self.where(self.ahead.abs() <= NEAR)
 
     def on_first(self) -> Tensor:
-        return self.p[..., 0]
+        first = self.real_keys.int().argmax(1)  # (B,)
+        return torch.stack([p[..., key] for p, key in zip(self.p, first, strict=True)])
 
     def previous(self) -> Tensor:
         return self.where(self.ahead == -1)
@@ -95,7 +107,8 @@ class Oracle:
         """(B, 1, N, M): key j stands before query i, and their ids are the same."""
         assert self.ids is not None
         queries = self.ids[:, self.at]  # (B, N)
-        return ((queries[:, :, None] == self.ids[:, None, :]) & (self.ahead < 0))[:, None]
+        tokens = self.ids.masked_fill(~self.real_keys, -1)  # padding is a copy of nothing
+        return ((queries[:, :, None] == tokens[:, None, :]) & (self.ahead < 0))[:, None]
 
     def duplicate(self) -> Tensor:
         return self.where(self.earlier_same())
@@ -128,16 +141,21 @@ class Oracle:
         at = torch.stack([self.where(self.ahead == o) for o in range(-BEFORE, AFTER + 1)], -1)  # (B, H, N, offsets)
         return at.sum(-2) / self.seeing.sum(-1, keepdim=True).clamp(min=1)
 
-    def heatmap(self) -> Tensor:
-        n, m = self.p.shape[-2:]
-        out = self.p.new_zeros(*self.p.shape[:2], ROWS, COLS)
-        for i in range(n):
-            for j in range(m):
-                out[:, :, i * ROWS // n, j * COLS // m] += self.p[:, :, i, j]
+    def heatmap(self, rows: Tensor) -> Tensor:
+        texts = [self.text(item, rows) for item in range(len(self.p))]
+        size = min(ROWS, max(p.shape[1] for p in texts)), min(COLS, max(p.shape[2] for p in texts))
+        out = self.p.new_zeros(*self.p.shape[:2], *size)
+        for item, p in enumerate(texts):
+            n, m = p.shape[1:]
+            for i in range(n):
+                for j in range(m):
+                    out[item, :, i * min(ROWS, n) // n, j * min(COLS, m) // m] += p[:, i, j]
         return out
 
-    def crop(self) -> Tensor:
-        return self.p[:, :, CROP[0] : CROP[1], CROP[2] : CROP[3]]
+    def crop(self, rows: Tensor) -> Tensor:
+        texts = [self.text(item, rows)[:, CROP[0] : CROP[1], CROP[2] : CROP[3]] for item in range(len(self.p))]
+        n, m = (max(p.shape[axis] for p in texts) for axis in (1, 2))
+        return torch.stack([torch.nn.functional.pad(p, (0, m - p.shape[2], 0, n - p.shape[1])) for p in texts])
 
     def tokens(self) -> Tensor:
         assert self.ids is not None
@@ -185,14 +203,18 @@ def wanted(*, ids: bool = False, out: Tensor | str | None = None, without: Seque
 
 
 def agree(layer: Any, oracle: Oracle, *, kind: str | None = "self", rows: Tensor | None = None,
-          without: Sequence[str] = (), atol: float = 1e-5) -> None:  # fmt: skip
+          counted: Tensor | None = None, without: Sequence[str] = (), atol: float = 1e-5) -> None:  # fmt: skip
     """Every measure of one layer of a watch is the oracle's. `rows` (B, N) are the queries to look at; all by default.
 
     Of cross attention, and where `kind` is None, only what does not ask where the queries stand among the keys.
-    Where rows are left out, the measures that sum over queries may count them or not: weights of a query that
-    sees only padding are 0 in one implementation and 1 / M each in another.
+    What is summed over queries is summed over those that are no padding, `counted` (B, N): by default `rows`, and
+    without these, in self attention, those whose own key is seen.
     """
     b, h, n, m = oracle.weights.shape
+    if counted is None:
+        counted = rows if rows is not None or kind != "self" or n > m else oracle.real_keys[:, m - n :]
+    counted = torch.ones(b, n, dtype=torch.bool) if counted is None else counted
+    oracle = replace(oracle, real=oracle.blind(~counted).real_keys)
     rows = torch.ones(b, n, dtype=torch.bool) if rows is None else rows
     look = (rows[:, None, :] & oracle.seeing).expand(b, h, n)
     names = [*PER_QUERY, *(BY_IDS if oracle.ids is not None else ())]
@@ -208,17 +230,14 @@ def agree(layer: Any, oracle: Oracle, *, kind: str | None = "self", rows: Tensor
         close(got[look], right[look], name, atol)
         assert not got[~oracle.seeing].any(), f"{name}: rows that see no key are 0"
 
-    either = [oracle.blind(~rows), oracle] if not rows.all() else [oracle]
+    of_tokens = oracle.blind(~counted)
     for name in [*PER_HEAD, *(["contributed"] if oracle.values is not None else [])]:
         if name in without:
             continue
-        got, rights = getattr(layer, name), [getattr(o, name)() for o in either]
-        assert got.shape == rights[0].shape, f"{name}: {tuple(got.shape)}, not {tuple(rights[0].shape)}"
-        if name == "crop":
-            seen = look[:, :, CROP[0] : CROP[1]]
-            close(got[seen], rights[0][seen], name, atol)
-        elif not any(torch.allclose(got.double(), right, atol=atol * n, rtol=atol) for right in rights):
-            close(got, rights[0], name, atol * n)
+        got = getattr(layer, name)
+        right = getattr(of_tokens, name)(*([counted] if name in ("heatmap", "crop") else []))
+        assert got.shape == right.shape, f"{name}: {tuple(got.shape)}, not {tuple(right.shape)}"
+        close(got, right, name, atol * n)
 
     if "target" not in without:
         assert layer.target.dtype == torch.int64

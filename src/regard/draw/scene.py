@@ -17,6 +17,7 @@ from regard.errors import bad_type, bad_value
 from regard.heads import Layer, Record, Role
 from regard.heads.roles import roles
 from regard.heads.table import scalars
+from regard.heads.texts import remeasured
 from regard.measures import Heatmap, Links
 
 __all__ = ["Panel", "Scene", "sizes"]
@@ -87,7 +88,8 @@ class Panel:
         query of its rows gives to all keys of its columns, on average: where each token has a cell, the weights."""
         n, m = self.shape
         if self.layer.exact and self.whole:
-            heat = self.layer.measure(Heatmap(rows, cols))["heatmap"][self.item]
+            assert self.layer.text is not None
+            heat = remeasured(self.layer.text, [Heatmap(rows, cols)], slots=True)["heatmap"][self.item]
             counts = sizes(n, heat.shape[1])
         elif self.layer.exact:
             rows, cols = min(rows, n), min(cols, m)
@@ -99,7 +101,7 @@ class Panel:
                 heat.index_add_(1, down[first : first + STRIP], strip)
             counts = sizes(n, rows)
         elif self.layer.has("heatmap"):
-            heat = self.layer.last()["heatmap"][self.item]
+            heat = self.layer.last()["heatmap"][self.item, :, :n, : len(self.keys)]
             counts = _fewer(sizes(n, heat.shape[1]), rows, 0)
             heat = _fewer(_fewer(heat, rows, 1), cols, 2)
         else:
@@ -210,28 +212,24 @@ def _first_of_target(record: Record) -> int:
 
 
 def _without_padding(record: Record, item: int, target: int) -> list[tuple[range, range]]:
-    """Of each layer, the queries and the keys of one text that are no padding, before it or after it.
-
-    Self attention tells of both; the keys of cross attention are the queries of the layers before the decoder's."""
-    known: dict[tuple[bool, int], range] = {}  # by whether it is the decoder's, and the number of queries
-    for number, layer in enumerate(record):
-        padding = layer.last_padding()
-        if layer.kind == "self" and padding is not None and item < len(padding):
-            real = padding[item, 0].logical_not().nonzero().flatten().tolist()
-            if real:
-                known[number >= target, padding.shape[2]] = range(real[0], real[-1] + 1)
+    """Of each layer, the queries and the keys of one text that are no padding, before it or after it."""
+    own: dict[tuple[bool, int], range] = {}  # the queries of self attention, which cross attention has too
     found = []
     for number, layer in enumerate(record):
-        assert layer.text is not None
-        n, m = layer.text.queries, layer.text.total
-        rows, cols = known.get((number >= target, n), range(n)), range(m)
-        if layer.kind == "cross":
-            cols = known.get((False, m), cols)
-        elif n == m:
-            cols = rows
-        stored = layer.has("heatmap") and not layer.exact  # maps that cannot be cut any more
-        found.append((range(n), range(m)) if stored else (rows, cols))
+        text = layer.text
+        assert text is not None
+        rows, cols = _tokens(text.padding, item, text.queries), _tokens(text.key_padding, item, text.total)
+        side = number >= target, text.queries
+        if layer.kind == "self":
+            own[side] = rows
+        found.append((own.get(side, rows), cols))
     return found
+
+
+def _tokens(padding: Tensor | None, item: int, count: int) -> range:
+    """From the first to the last slot of a text that is no padding (B, count)."""
+    real = [] if padding is None or item >= len(padding) else (~padding[item]).nonzero().flatten().tolist()
+    return range(real[0], real[-1] + 1) if real else range(count)
 
 
 def _named(

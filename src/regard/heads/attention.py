@@ -113,6 +113,7 @@ class Attention:
     call: Call | None = None
     weights: Tensor | None = None
     ids: Tensor | None = None  # (1|B, N)
+    padding: Tensor | None = None  # (B, 1, N) True for padding queries; None if there is no padding
     out_weight: Tensor | None = None  # (W, H * E)
     projection: Projection | None = None  # the output projection, where it is known
     input: Tensor | None = None  # (B, N, W): what queries are made of, where it is known

@@ -99,14 +99,16 @@ class Layer:
         assert self.text is not None
         return torch.cat([piece.found.seen for piece in self.text.pieces], 2)
 
+    def last_tokens(self) -> Tensor:
+        """Which queries (B, H, N) of the last text count in means: those that see a key, but for padding."""
+        assert self.text is not None
+        return torch.cat([piece.counted for piece in self.text.pieces], 2)
+
     def last_padding(self) -> Tensor | None:
         """Which queries (B, 1, N) of the last text are padding, where some are."""
         assert self.text is not None
-        parts = [piece.padding for piece in self.text.pieces]
-        if all(part is None for part in parts):
-            return None
-        blank = [piece.found.seen.new_zeros(self.text.shape[0], 1, piece.queries) for piece in self.text.pieces]
-        return torch.cat([b if p is None else p.expand_as(b) for p, b in zip(parts, blank, strict=True)], 2)
+        padding = self.text.padding
+        return None if padding is None else padding[:, None]
 
     def last_counted(self) -> dict[str, Tensor]:
         """The same for measures that count fewer queries."""
@@ -117,8 +119,7 @@ class Layer:
     @property
     def count(self) -> Tensor:
         """How many queries (H,) the means are taken over, in all texts: those that saw a key, but for padding."""
-        assert self.text is not None
-        return torch.cat([piece.counted for piece in self.text.pieces], 2).sum((0, 2)) + self.before.get("", 0)
+        return self.last_tokens().sum((0, 2)) + self.before.get("", 0)
 
     @property
     def counts(self) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from regard.measures import Offsets
 
 if TYPE_CHECKING:
     from regard.heads.record import Layer, Record
+    from regard.heads.texts import Text
 
 __all__ = ["ROLES", "Role", "Roles", "roles"]
 
@@ -171,15 +172,24 @@ def _columns(layer: Layer, tokens: Any) -> dict[str, Tensor]:
     if len(rows) not in (1, layer.text.shape[0]) or any(len(r) > longest or (alone and len(r) < longest) for r in rows):
         raise bad_value("tokens", expected=f"{longest} for each of {layer.text.shape[0]} texts",
                         received=f"{[len(row) for row in rows]}")  # fmt: skip
-    padded = [[*row, *[""] * (longest - len(row))] for row in rows]
+    padded = [_in_slots(row, layer.text, item) for item, row in enumerate(rows)]
     return {
         "separator": torch.tensor([[t in SEPARATORS for t in row] for row in padded]),
         "punctuation": torch.tensor([[is_punctuation(t) for t in row] for row in padded]),
     }
 
 
+def _in_slots(row: Sequence[str], text: Text, item: int) -> list[str]:
+    """The tokens of one text as they lie among all keys, "" for padding: where there is some on the left, after it."""
+    padding = None if text.key_padding is None else text.key_padding[item]
+    if padding is not None and len(row) == int((~padding).sum()):
+        words = iter(row)
+        return ["" if hidden else next(words) for hidden in padding.tolist()]
+    return [*row, *[""] * (text.total - len(row))]
+
+
 def _on(layer: Layer, columns: Tensor) -> Tensor:
     """The mean mass (H,) on some keys, from what each key received."""
     received = layer.last()["received"]  # (B, H, M)
     columns = columns.to(received.device)
-    return (received * columns[:, None]).sum((0, 2)) / layer.last_seen().sum((0, 2)).clamp(min=1)
+    return (received * columns[:, None]).sum((0, 2)) / layer.last_tokens().sum((0, 2)).clamp(min=1)

@@ -108,6 +108,8 @@ def _tensors(layer: Layer) -> dict[str, Tensor]:
     padding = layer.last_padding()
     if padding is not None:
         found["padding"] = padding
+    if layer.text is not None and layer.text.key_padding is not None:
+        found["key_padding"] = layer.text.key_padding
     found |= {f"counted/{name}": counted for name, counted in layer.last_counted().items()}
     found |= {f"sum/{name}": total for name, total in layer.sums.items()}
     found |= {f"count/{name}": torch.as_tensor(count) for name, count in layer.before.items()}
@@ -130,7 +132,7 @@ def _layer(said: dict[str, Any], tensors: dict[str, Tensor]) -> Layer:
     values = {name: values[name] for name in layer.axes if name in values}  # (a file has an order of its own)
     seen = tensors["seen"]
     found = Measurements(values, seen, under("counted/"))
-    layer.text = Text((said["batch"], said["heads"]), total=said["keys"])
+    layer.text = Text((said["batch"], said["heads"]), total=said["keys"], key_padding=tensors.get("key_padding"))
     padding = tensors.get("padding")
     layer.text.pieces.append(Piece(said["queries"], [slice(0, said["keys"])], found, padding))
     layer.texts, layer.sums, layer.before = said["texts"], under("sum/"), under("count/")

@@ -8,6 +8,8 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -19,11 +21,14 @@ from torch.utils._pytree import tree_map_only
 from regard.attention import look, plane_of
 from regard.heads.attention import Attention, Projection
 from regard.kernels import Call, reference
-from regard.masks import Keep, Padding, conjuncts
+from regard.masks import Causal, Documents, Keep, Padding, Prefix, Window, conjuncts
 from regard.measures import Measure, Measurements, Plane, Strip, Survey, TopLinks
+from regard.measures.strip import NO_TOKEN
 from regard.positions import DenseBias
 
 __all__ = ["Piece", "Text", "joined", "measured", "padding", "plus", "remeasured", "runs", "sums", "weights_of"]
+
+DENSE = 2**24  # pairs of a mask of one's own that may be looked at to find padding
 
 
 @dataclass
@@ -34,7 +39,7 @@ class Piece:
     queries: int
     runs: list[slice]  # of numbers
     found: Measurements
-    padding: Tensor | None = None  # (B, 1, N): queries that are none, where there are some
+    padding: Tensor | None = None  # (B, 1, N) True for padding queries; None if there is no padding
     call: Call | None = None  # with neither k nor v, if it was kept and `Text.keys` have them
     weights: Tensor | None = None  # (B, H, N, M) if it was kept and the model wrote attention by hand
     output: Tensor | None = None  # (B, H, N, E) if it was kept
@@ -61,6 +66,7 @@ class Text:
     pieces: list[Piece] = field(default_factory=list)
     total: int = 0  # keys so far, those that were dropped from a cache included
     ids: Tensor | None = None  # (1|B, total)
+    key_padding: Tensor | None = None  # (B, total) True for padding keys; None if there is no padding
     keys: list[Tensor] = field(default_factory=list)  # kept: (B, G, m, D), each key once
     values: list[Tensor] = field(default_factory=list)  # kept: (B, G, m, E), each value once
     by_key: dict[str, Tensor] = field(default_factory=dict)  # sums of all pieces so far, where there are several
@@ -84,29 +90,91 @@ class Text:
         """N of all pieces together."""
         return sum(piece.queries for piece in self.pieces)
 
+    @property
+    def padding(self) -> Tensor | None:
+        """True for padding queries, (B, N) of all pieces; None if there is no padding."""
+        if all(piece.padding is None for piece in self.pieces):
+            return None
+        blank = [piece.found.seen.new_zeros(self.shape[0], 1, piece.queries) for piece in self.pieces]
+        parts = [b if p.padding is None else p.padding.expand_as(b) for p, b in zip(self.pieces, blank, strict=True)]
+        return torch.cat(parts, 2)[:, 0]
+
+    def place_padding(self, attention: Attention, padding: Tensor | None) -> None:
+        """Note which keys are padding, as the next piece shows it, whose padding queries (B, 1, N) are these."""
+        batch, _, n, m = attention.shape
+        if attention.kind == "cross" or (not self.pieces and n < m):
+            if not self.pieces:
+                hidden = _hidden_keys(attention)
+                self.key_padding = hidden if hidden is not None and self.total == m else None
+            return
+        if padding is None and self.key_padding is None:
+            return
+        blank = torch.zeros(batch, self.total, dtype=torch.bool, device=attention.device)
+        if self.key_padding is not None:
+            blank[:, : self.key_padding.shape[1]] = self.key_padding
+        if padding is not None:
+            blank[:, self.total - n :] = padding[:, 0]
+        self.key_padding = blank
+
 
 def padding(attention: Attention) -> Tensor | None:
-    """Which queries (B, 1, N) are padding: those that may not see themselves, where others may; None where all may."""
-    _, _, n, m = attention.shape
+    """True for padding queries, (B, 1, N): those whose own key neither they nor any token may see. None if there is no
+    padding."""
+    batch, _, n, m = attention.shape
     if attention.kind != "self" or n > m or not n:
         return None
-    if attention.call is None:
-        assert attention.weights is not None
-        hidden = (attention.weights != 0).any(2).any(1)[:, None, m - n :].logical_not() if n == m else None
-    else:
-        hidden = None
-        for part in conjuncts(attention.call.mask):
-            if isinstance(part, Padding):
-                own = ~part.block(attention.call.tile(slice(None), slice(0, 1), slice(m - n, m)))[:, :, 0]
-            elif isinstance(part, Keep):
-                own = part.tensor if part.sense else ~part.tensor
-                own = ~own.expand(*own.shape[:2], n, m).diagonal(m - n, 2, 3).any(1, keepdim=True)
-            else:
-                continue
-            hidden = own if hidden is None else hidden | own
+    hidden = None
+    for visible in _padding_masks(attention):
+        own = visible[..., m - n :]
+        if visible.shape[2] > 1:
+            own = visible.diagonal(m - n, 2, 3)[:, :, None]  # (1|B, 1|H, 1, N)
+            by_tokens = visible[..., m - n :] & own.any(1, keepdim=True).mT  # what queries see that see themselves
+            own = own | by_tokens.any(2, keepdim=True)
+        own = ~own.any(1)[:, 0]
+        hidden = own if hidden is None else hidden | own
     if hidden is None or not hidden.any() or hidden.all():
         return None
-    return hidden
+    return hidden.expand(batch, -1)[:, None]
+
+
+def _padding_masks(attention: Attention) -> Iterator[Tensor]:
+    """The parts of a mask that may tell of padding: which pairs are visible, (1|B, 1|H, 1|N, M)."""
+    call = attention.call
+    if call is None:
+        assert attention.weights is not None
+        yield attention.weights != 0
+        return
+    for part in conjuncts(call.mask):
+        if isinstance(part, (Causal, Window, Prefix, Documents)):
+            continue  # what they hide depends on where tokens stand
+        if not isinstance(part, (Padding, Keep)) and math.prod((call.shape[0], *call.shape[2:])) > DENSE:
+            continue
+        visible = part.block(call.whole())
+        yield visible.expand(*visible.shape[:3], call.shape[3])
+
+
+def _hidden_keys(attention: Attention) -> Tensor | None:
+    """True for padding keys, (B, M): in cross attention those that no query may see; in the last tokens of a text that
+    was read before, those that a `Padding` hides. None if there are none."""
+    batch, call, hidden = attention.shape[0], attention.call, None
+    if attention.kind == "cross":
+        found = [~visible.any(2).any(1) for visible in _padding_masks(attention)]
+    else:  # (what another mask hides from the last tokens may be too far away)
+        parts = [] if call is None else [part for part in conjuncts(call.mask) if isinstance(part, Padding)]
+        found = [] if call is None else [~part.block(call.whole())[:, 0, 0] for part in parts]
+    for own in found:
+        hidden = own if hidden is None else hidden | own
+    return None if hidden is None or not hidden.any() else hidden.expand(batch, -1)
+
+
+def _known_of_padding(text: Text, padding: Tensor | None, numbers: Tensor) -> dict[str, Any]:
+    """What a `Plane` holds of it: padding queries (B, N), padding among the keys `numbers` (M,), the first tokens."""
+    known: dict[str, Any] = {"padding": padding, "key_padding": None, "first": None}
+    if text.key_padding is not None:
+        own = text.key_padding[:, numbers]
+        first = text.key_padding.to(torch.uint8).argmin(1)
+        known |= {"key_padding": own if own.any() else None, "first": first if first.any() else None}
+    return known
 
 
 def measured(attention: Attention, measures: list[Measure], text: Text, numbers: Tensor) -> Measurements:
@@ -115,6 +183,8 @@ def measured(attention: Attention, measures: list[Measure], text: Text, numbers:
     ids = None
     if text.ids is not None and attention.kind == "self" and text.ids.shape[1] > int(numbers[-1]):
         ids = text.ids
+        if text.key_padding is not None:
+            ids = ids.expand(batch, -1).masked_fill(text.key_padding[:, : ids.shape[1]], NO_TOKEN)
     key_ids = None if ids is None else ids[:, numbers]
     usable = [
         one
@@ -122,7 +192,9 @@ def measured(attention: Attention, measures: list[Measure], text: Text, numbers:
         if not (one.needs_ids and getattr(one, "ids", None) is None and key_ids is None)
         and not (one.needs_out_weight and getattr(one, "out_weight", None) is None and attention.out_weight is None)
     ]
+    hidden = None if attention.padding is None else attention.padding[:, 0]
     known: dict[str, Any] = {"key_ids": key_ids, "ids": attention.ids, "text_ids": ids}
+    known |= _known_of_padding(text, hidden, numbers)
     call, weights = attention.call, attention.weights
     if call is not None and attention.together is not None:
         return _measured_together(attention, usable, text, numbers)
@@ -181,7 +253,7 @@ def joined(text: Text, measures: list[Measure]) -> dict[str, Any]:
             if axis in ("query", "choice"):
                 result[name] = _joined_links(parts) if isinstance(parts[0], TopLinks) else torch.cat(parts, 2)
             elif axis == "mean":
-                counts = [piece.found.seen.sum(2) for piece in pieces]
+                counts = [piece.counted.sum(2) for piece in pieces]
                 total = sum(part * count[..., None] for part, count in zip(parts, counts, strict=True))
                 result[name] = total / torch.stack(counts).sum(0).clamp(min=1)[..., None]
             elif axis == "sum":
@@ -192,19 +264,22 @@ def joined(text: Text, measures: list[Measure]) -> dict[str, Any]:
     return result
 
 
-def remeasured(text: Text, measures: list[Measure]) -> dict[str, Any]:
-    """Measures of the whole text, taken now of the pieces that were kept: a piece is a strip, or several."""
+def remeasured(text: Text, measures: list[Measure], *, slots: bool = False) -> dict[str, Any]:
+    """Measures of the whole text, taken now of the pieces that were kept: a piece is a strip, or several. With `slots`
+    padding is taken for what it is not, tokens: maps are those of all slots."""
     alone = text.pieces[0] if len(text.pieces) == 1 else None
+    device = text.pieces[0].found.seen.device
+    known = {} if slots else _known_of_padding(text, text.padding, torch.arange(text.total, device=device))
     if alone is not None and alone.call is not None and text.keys:  # as it was measured when it was seen
-        keys = text.keys[0]
-        return look(replace(alone.call, k=keys, v=keys), measures).values
+        call = replace(alone.call, k=text.keys[0], v=text.keys[0])
+        return look(call, measures, plane=replace(plane_of(call), **known)).values
     batch, heads = text.shape
     keys = torch.cat(text.keys, 2) if text.keys else None
-    dtype, device = _dtype(text.pieces[0]), text.pieces[0].found.seen.device
+    dtype = _dtype(text.pieces[0])
     columns = torch.arange(text.total, device=device)[None]
     start = text.total - text.queries if text.total >= text.queries else 0
     rows = torch.arange(start, start + text.queries, device=device)[None]
-    plane = Plane(batch, heads, text.queries, text.total, rows, columns, dtype)
+    plane = Plane(batch, heads, text.queries, text.total, rows, columns, dtype, **known)
     survey = Survey(measures, plane)
     at = 0
     for piece in text.pieces:
@@ -292,9 +367,8 @@ def _joined_links(parts: list[TopLinks]) -> TopLinks:
 
 def sums(text: Text, measures: list[Measure], values: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
     """Of one text, what means over several are made of: the sum (H, ...) and the count (H,) of each measure."""
-    seen = torch.cat([piece.found.seen for piece in text.pieces], 2)
     real = torch.cat([piece.counted for piece in text.pieces], 2)
-    queries, items = seen.sum((0, 2)), torch.full((text.shape[1],), text.shape[0], device=seen.device)
+    queries, items = real.sum((0, 2)), torch.full((text.shape[1],), text.shape[0], device=real.device)
     result = {}
     for one in measures:
         for name, axis in one.gives.items():
@@ -308,12 +382,26 @@ def sums(text: Text, measures: list[Measure], values: dict[str, Any]) -> dict[st
                 weight = counted.view(*counted.shape, *[1] * (value.dim() - 3))
                 result[name] = (value * weight).sum((0, 2)), counted.sum((0, 2))
             elif axis == "mean":
-                result[name] = (value * seen.sum(2)[..., None]).sum(0), queries
-            elif axis == "key" or axis == "sum":
+                result[name] = (value * real.sum(2)[..., None]).sum(0), queries
+            elif axis == "key":
+                result[name] = _from_first_token(value, text.key_padding).sum(0), queries
+            elif axis == "sum":
                 result[name] = value.sum(0), queries
             else:
                 result[name] = value.sum(0), items
     return result
+
+
+def _from_first_token(value: Tensor, padding: Tensor | None) -> Tensor:
+    """What was measured of each key, (B, H, M), without padding (B, M): each text's own first token comes first, and as
+    many as the longest text has."""
+    if padding is None:
+        return value
+    order = padding.to(torch.uint8).argsort(dim=1, stable=True)[
+        :, : int((~padding).sum(1).max())
+    ]  # tokens, then padding
+    value = value.masked_fill(padding[:, None], 0.0)
+    return value.gather(2, order[:, None].expand(-1, value.shape[1], -1))
 
 
 def plus(a: Tensor, b: Tensor | None) -> Tensor:

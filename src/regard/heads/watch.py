@@ -101,6 +101,7 @@ class watch(Senses):
     def see(self, attention: Attention) -> None:
         """Measure one attention, as the next piece of a text or as a new one."""
         attention = trimmed(attention)
+        attention.padding = padding(attention)
         name, goes_on, again, total = self.places.place(attention)
         if not (self.chosen(attention.layer) or self.chosen(name)):
             self.refused.add(name)
@@ -121,8 +122,9 @@ class watch(Senses):
         numbers = attention.numbers
         if numbers is None:
             numbers = torch.arange(total - m, total, device=attention.device)
+        text.place_padding(attention, attention.padding)
         found = measured(attention, self.measures, text, numbers)
-        piece = Piece(n, runs(numbers), found, padding(attention), projection=attention.projection)
+        piece = Piece(n, runs(numbers), found, attention.padding, projection=attention.projection)
         self._remember(text, piece, attention, goes_on)
         if layer.uniform is None:
             layer.uniform = Layer(name, attention.kind, self.baselines)
@@ -148,8 +150,8 @@ class watch(Senses):
         own = uniform.text if goes_on else None
         if own is None:
             own = Text((text.shape[0], 1))
-        own.total = text.total
-        piece = Piece(attention.shape[2], runs(numbers), self.known[key][0], padding(attention))
+        own.total, own.key_padding = text.total, text.key_padding
+        piece = Piece(attention.shape[2], runs(numbers), self.known[key][0], attention.padding)
         _add(uniform, own, piece, goes_on, again)
 
     def _save(self, name: str, layer: Layer | None) -> None:

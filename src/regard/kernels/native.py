@@ -27,7 +27,20 @@ from regard.kernels.lowered import (
     new_gradient,
     pairs_to_evaluate,
 )
-from regard.measures import Distance, Entropy, Heatmap, Measure, Offset, Offsets, OnFirst, Peak, Received, Survey
+from regard.masks import Documents
+from regard.measures import (
+    Distance,
+    Entropy,
+    Heatmap,
+    Measure,
+    Offset,
+    Offsets,
+    OnFirst,
+    Peak,
+    Plane,
+    Received,
+    Survey,
+)
 
 __all__ = ["backward", "forward", "look", "name", "output", "why_not"]
 
@@ -85,10 +98,20 @@ def output(call: Call) -> Tensor:
 def look(call: Call, survey: Survey, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
     """The same, with statistics from the same pass. Measures that it does not know are shown the weights afterwards."""
     out, lse = operators.new_output(call.q, call.v if output else call.v[..., :0])
-    known = [_is_known(one, call) for one in survey.measures]
+    plane = survey.plane
+    known = [_is_known(one, call, plane) for one in survey.measures]
+    # Sums over queries leave padding out: where there is some, they are of a second call, in which it sees nothing.
+    tokens = None if plane.padding is None else without_queries(call, plane.padding)
+    apart = [mine and tokens is not None and one.sums_queries for one, mine in zip(survey.measures, known, strict=True)]
+    if tokens is not None and why_not(tokens) is not None:
+        known = [mine and not later for mine, later in zip(known, apart, strict=True)]
+        apart = [False] * len(apart)
     target = torch.empty(lse.shape, dtype=torch.int64)
-    places = _places(survey, known) | {"target": target}
+    at_once = [mine and not later for mine, later in zip(known, apart, strict=True)]
+    places = _places(survey, at_once) | {"target": target}
     _attention(call, out if output else None, lse, places)
+    if tokens is not None and any(apart):
+        _attention(tokens, None, torch.empty_like(lse), _places(survey, apart))
     torch.ge(target, 0, out=survey.seen)
     for one, state, mine in zip(survey.measures, survey.states, known, strict=True):
         if mine and isinstance(one, Peak):
@@ -97,6 +120,13 @@ def look(call: Call, survey: Survey, *, output: bool = True) -> tuple[Tensor | N
     if not all(known):
         blockwise.replay(call, lse, survey.only([not mine for mine in known]))
     return (out if output else None), lse
+
+
+def without_queries(call: Call, hidden: Tensor) -> Call:
+    """The same call in which some queries, True in `hidden` (B, N), see nothing."""
+    nobody = torch.zeros(1, call.shape[3], dtype=torch.int32, device=hidden.device)
+    others = Documents(hidden.to(torch.int32), nobody)  # a document that has no key
+    return replace(call, mask=others if call.mask is None else call.mask & others)
 
 
 # The statistics in the order of `regard_args`, but for the heatmap; and whose they are.
@@ -113,7 +143,11 @@ _KNOWN: dict[type[Measure], str] = {
 }
 
 
-def _is_known(one: Measure, call: Call) -> bool:
+def _is_known(one: Measure, call: Call, plane: Plane) -> bool:
+    if isinstance(one, OnFirst) and plane.first is not None:  # (C looks at slot 0)
+        return False
+    if isinstance(one, Heatmap) and (plane.padding is not None or plane.key_padding is not None):
+        return False  # texts of several lengths have cells of several sizes
     if type(one) in (Distance, Offset, Offsets) and not (call.positions is None and call.key_positions is None):
         return False
     return type(one) in _KNOWN

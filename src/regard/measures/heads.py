@@ -59,7 +59,7 @@ class Contribution(Measure):
     def add(self, state: tuple[Tensor, Tensor], strip: Strip, prepared: Tensor) -> None:
         norms = strip.of_keys(prepared)[:, strip.heads]  # (c, h, m)
         state[0][strip.where] = strip.times(norms)
-        add_to_keys(state[1], strip, strip.weights.sum(2) * norms)
+        add_to_keys(state[1], strip, strip.without_padding.weights.sum(2) * norms)
 
     def end(self, state: tuple[Tensor, Tensor], seen: Tensor) -> dict[str, Tensor]:
         return {"contribution": state[0], "contributed": state[1]}
@@ -87,7 +87,7 @@ class Divergence(Measure):
                 wide = weights.new_zeros(*weights.shape[:-1], strip.plane.keys)
                 wide[..., strip.columns] = weights
                 weights = wide
-            weights = (1 - self.smooth) * weights + self.smooth / weights.shape[-1]
+            weights = (1 - self.smooth) * weights + self.smooth * _share(strip)
             entropies = torch.special.entr(weights).sum(-1)
         mass = weights.sum(-1)
         for head in range(weights.shape[1] - 1):
@@ -99,6 +99,15 @@ class Divergence(Measure):
             sums = apart.clamp_(min=0).sum(-1)  # (c, heads after this one); rounding may have gone below 0
             state[strip.batch, head, head + 1 :] += sums
             state[strip.batch, head + 1 :, head] += sums
+
+
+def _share(strip: Strip) -> Tensor | float:
+    """1 / n for each of the n tokens of a text, 0 for padding: (c, 1, 1, M), or one number for all."""
+    padding = strip.plane.key_padding
+    if padding is None:
+        return 1 / strip.plane.keys
+    real = (~padding[strip.batch]).to(strip.weights.dtype)
+    return (real / real.sum(1, keepdim=True).clamp(min=1))[:, None, None]
 
 
 def rollout(maps: Sequence[Tensor]) -> Tensor:

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from regard.errors import bad_value
-from regard.measures.strip import Measure, Plane, Strip, count
+from regard.measures.strip import Measure, Plane, Strip, count, ranks
 
 __all__ = ["Crop", "Heatmap", "Links", "TopLinks"]
 
 
 class Heatmap(Measure):
     """The map at any resolution: each cell is the exact sum of its weights, (B, H, rows, cols). Row i of N falls
-    into cell i * rows // N. Where there are fewer queries or keys than cells, each has a cell of its own."""
+    into cell i * rows // N. Where there are fewer queries or keys than cells, each has a cell of its own. Of a padded
+    batch each map is that of its text, without padding: shorter texts leave the last cells at 0."""
 
     gives = {"heatmap": "map"}
 
@@ -28,18 +29,29 @@ class Heatmap(Measure):
         self.cols = self.rows if cols is None else count("cols", cols, 1)
 
     def prepare(self, plane: Plane) -> tuple[Tensor, Tensor]:
-        """The cell of each query (N,) and of each key (M,)."""
+        """The cell of each query (1|B, N) and of each key (1|B, M); padding, whose weights are 0, is in the first."""
         device = plane.k_positions.device
-        return tuple(
-            torch.arange(size, device=device) * min(cells, size) // max(size, 1)
-            for cells, size in ((self.rows, plane.queries), (self.cols, plane.keys))
-        )  # type: ignore[return-value]
+        sides = (self.rows, plane.queries, plane.padding), (self.cols, plane.keys, plane.key_padding)
+        found = []
+        for cells, size, padding in sides:
+            rank, tokens = ranks(padding, size, device)
+            found.append(rank.clamp(min=0) * tokens.clamp(max=cells) // tokens.clamp(min=1))
+        return found[0], found[1]
 
     def begin(self, plane: Plane) -> Tensor:
-        return plane.new(min(self.rows, plane.queries), min(self.cols, plane.keys))
+        n, m = plane.longest
+        return plane.new(min(self.rows, n), min(self.cols, m))
 
     def add(self, state: Tensor, strip: Strip, prepared: tuple[Tensor, Tensor]) -> None:
-        rows, cols = prepared[0][strip.rows], strip.of_keys(prepared[1][None])[0]
+        rows, cols = strip.of_queries(prepared[0]), strip.of_keys(prepared[1])
+        if max(rows.shape[0], cols.shape[0]) > 1:  # texts of several lengths
+            into = state[strip.batch, strip.heads]
+            for item, weights in enumerate(strip.weights):
+                own = cols[item if cols.shape[0] > 1 else 0].expand(*weights.shape[:2], -1)
+                wide = weights.new_zeros(*weights.shape[:2], into.shape[-1]).scatter_add_(-1, own, weights)
+                into[item].index_add_(1, rows[item if rows.shape[0] > 1 else 0], wide)
+            return
+        rows, cols = rows[0], cols[0]
         first, last = int(cols[0]), int(cols[-1]) + 1
         if strip.plane.keys <= self.cols and last - first == cols.numel():  # each key has a cell of its own, no gap
             part = strip.weights
@@ -65,7 +77,7 @@ _TOGETHER = 16
 
 class Crop(Measure):
     """A region of the map in full: queries r0 to r1 against keys c0 to c1 (as slices), (B, H, r1 - r0, c1 - c0).
-    What lies beyond the map is cut off."""
+    What lies beyond the map is cut off. Of a padded batch tokens are counted from each text's own first."""
 
     gives = {"crop": "map"}
 
@@ -77,10 +89,28 @@ class Crop(Measure):
         self.r0, self.r1, self.c0, self.c1 = r0, r1, c0, c1
 
     def begin(self, plane: Plane) -> Tensor:
-        rows, cols = min(self.r1, plane.queries) - self.r0, min(self.c1, plane.keys) - self.c0
+        n, m = plane.longest
+        rows, cols = min(self.r1, n) - self.r0, min(self.c1, m) - self.c0
         return plane.new(max(rows, 0), max(cols, 0))
 
-    def add(self, state: Tensor, strip: Strip, prepared: Any) -> None:
+    def prepare(self, plane: Plane) -> tuple[Tensor, Tensor] | None:
+        """Which token of its text each query (B, N) and each key (B, M) is, -1 for padding; None without padding."""
+        if plane.padding is None and plane.key_padding is None:
+            return None
+        device = plane.k_positions.device
+        rows, cols = ranks(plane.padding, plane.queries, device)[0], ranks(plane.key_padding, plane.keys, device)[0]
+        return rows.expand(plane.batch, -1), cols.expand(plane.batch, -1)
+
+    def add(self, state: Tensor, strip: Strip, prepared: tuple[Tensor, Tensor] | None) -> None:
+        if prepared is not None:
+            rows, cols = strip.of_queries(prepared[0]), strip.of_keys(prepared[1])
+            inside = (rows >= self.r0) & (rows < self.r1), (cols >= self.c0) & (cols < self.c1)
+            into = state[strip.batch, strip.heads]
+            for item, weights in enumerate(strip.weights):
+                r, c = inside[0][item], inside[1][item]
+                at = rows[item][r][:, None] - self.r0, cols[item][c][None] - self.c0
+                into[item][:, at[0], at[1]] = weights[:, r][:, :, c]
+            return
         r0, r1 = max(strip.rows.start, self.r0), min(strip.rows.stop, self.r1)
         if r0 >= r1:
             return

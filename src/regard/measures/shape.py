@@ -150,8 +150,8 @@ class Local(PerQuery):
 
 
 class Received(PerKey):
-    """The mass that each key gets from all queries: sinks and heavy hitters stand out. Divide by the number of queries
-    that may see it for the mean of Gu et al. 2024."""
+    """The mass that each key gets from all queries but padding: sinks and heavy hitters stand out. Divide by the number
+    of queries that may see it for the mean of Gu et al. 2024."""
 
     gives = {"received": "key"}
 
@@ -160,11 +160,16 @@ class Received(PerKey):
 
 
 class OnFirst(PerQuery):
-    """The mass on the first key, slot 0 (the sink of Xiao et al. 2023, Gu et al. 2024)."""
+    """The mass on the text's first token (the sink of Xiao et al. 2023, Gu et al. 2024): the first key that is not
+    padding."""
 
     gives = {"on_first": "query"}
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
+        first = strip.plane.first
+        if first is not None:
+            first = first if first.shape[0] == 1 else first[strip.batch]
+            return strip.times((strip.numbers == first[:, None])[:, None])
         here = int(strip.numbers[0]) == 0
         return strip.weights[..., 0] if here else torch.zeros_like(strip.mass)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from regard.errors import bad_type, bad_value
 
-__all__ = ["Measure", "PerKey", "PerQuery", "Plane", "Strip", "add_to_keys", "count"]
+__all__ = ["NO_TOKEN", "Measure", "PerKey", "PerQuery", "Plane", "Strip", "add_to_keys", "count", "ranks"]
+
+NO_TOKEN = torch.iinfo(torch.int64).min  # the id of what is no token: padding, or what stands before a text
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,22 @@ class Plane:
     ids: Tensor | None = None  # (1|B, N) token ids of the queries
     key_ids: Tensor | None = None  # (1|B, M) and of the keys
     numbers: Tensor | None = None  # (M,) which tokens of the whole text the keys are, where it is not the first M
-    text_ids: Tensor | None = None  # (1|B, L) token ids of the whole text
+    text_ids: Tensor | None = None  # (1|B, L) token ids of the whole text; `NO_TOKEN` for padding
+    padding: Tensor | None = None  # (B, N) True for padding queries; None if there is no padding
+    key_padding: Tensor | None = None  # (B, M) True for padding keys; None if there is no padding
+    first: Tensor | None = None  # (1|B,) the number of each text's first token; None where it is 0 everywhere
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros (B, H, *shape)."""
         device = self.k_positions.device
         return torch.zeros(self.batch, self.heads, *shape, dtype=dtype or self.dtype, device=device)
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """How many queries and keys the longest text has, padding left out."""
+        sides = (self.padding, self.queries), (self.key_padding, self.keys)
+        n, m = (size if padding is None else int((~padding).sum(1).max()) for padding, size in sides)
+        return n, m
 
     @functools.cached_property
     def ascending(self) -> bool:
@@ -97,6 +109,18 @@ class Strip:
     def k_positions(self) -> Tensor:
         """(1|c, m)"""
         return self.of_keys(self.plane.k_positions)
+
+    @property
+    def without_padding(self) -> Strip:
+        """The same where padding queries see nothing: what is summed over queries is summed over this."""
+        return self if self.plane.padding is None else self._tokens  # (itself in a cache would outlive its use)
+
+    @functools.cached_property
+    def _tokens(self) -> Strip:
+        assert self.plane.padding is not None
+        hidden = self.of_queries(self.plane.padding)[:, None]  # (c, 1, n)
+        weights, mass = self.weights.masked_fill(hidden[..., None], 0.0), self.mass.masked_fill(hidden, 0.0)
+        return replace(self, weights=weights, mass=mass)
 
     @functools.cached_property
     def entropies(self) -> Tensor:
@@ -162,6 +186,9 @@ class Measure:
     "mean"    (B, H, ...)      a mean over the queries that count
     "sum"     (B, ...)         a sum over queries
     "map"     (B, H, ...)      a picture of the whole plane
+
+    Of a padded batch, padding queries have their number per query like all others; but nothing else counts them: a
+    measure that gives neither "query" nor "choice" is shown them as queries that see nothing.
     """
 
     gives: ClassVar[dict[str, str]]
@@ -183,12 +210,17 @@ class Measure:
         raise NotImplementedError
 
     def end(self, state: Any, seen: Tensor) -> dict[str, Any]:
-        """The results by name. `seen` (B, H, N) says which queries see a key."""
+        """The results by name. `seen` (B, H, N) says which queries see a key, as the measure was shown them."""
         return {next(iter(self.gives)): state}
 
     def counted(self, plane: Plane, prepared: Any) -> Tensor | None:
         """Which queries (1|B, N) count in a mean; None for all that see a key."""
         return None
+
+    @property
+    def sums_queries(self) -> bool:
+        """Whether all that it gives is summed over queries, so that it is shown no padding."""
+        return not {"query", "choice"} & set(self.gives.values())
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if isinstance(v, (int, float)))
@@ -229,6 +261,18 @@ def add_to_keys(state: Tensor, strip: Strip, sums: Tensor) -> None:
     for run in strip.runs:
         state[strip.batch, strip.heads, run] += sums[..., at : at + run.stop - run.start]
         at += run.stop - run.start
+
+
+def ranks(padding: Tensor | None, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which token of its text each slot holds, (1|B, size), -1 for padding; and how many each text has, (1|B, 1).
+
+    >>> [x.tolist() for x in ranks(torch.tensor([[True, False, False]]), 3, torch.device("cpu"))]
+    [[[-1, 0, 1]], [[2]]]
+    """
+    if padding is None:
+        return torch.arange(size, device=device)[None], torch.full((1, 1), size, device=device)
+    real = ~padding
+    return (real.cumsum(1) - 1).masked_fill(padding, -1), real.sum(1, keepdim=True)
 
 
 def count(what: str, value: object, at_least: int) -> int:

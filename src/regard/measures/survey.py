@@ -151,14 +151,16 @@ class Survey:
         """Show a strip to every measure."""
         self.seen[strip.where] = strip.mass > 0
         for one, state, prepared in zip(self.measures, self.states, self.prepared, strict=True):
-            one.add(state, strip, prepared)
+            one.add(state, strip.without_padding if one.sums_queries else strip, prepared)
 
     def result(self) -> Measurements:
         """Everything that was found."""
         values: dict[str, Any] = {}
         counts: dict[str, Tensor] = {}
+        padding = self.plane.padding
+        tokens = self.seen if padding is None else self.seen & ~padding[:, None]
         for one, state, prepared in zip(self.measures, self.states, self.prepared, strict=True):
-            found = one.end(state, self.seen)
+            found = one.end(state, tokens if one.sums_queries else self.seen)
             values |= found
             counted = one.counted(self.plane, prepared)
             if counted is not None:

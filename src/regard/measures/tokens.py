@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import bad_type, bad_value, shape_of
-from regard.measures.strip import Measure, PerQuery, Plane, Strip
+from regard.measures.strip import NO_TOKEN, Measure, PerQuery, Plane, Strip
 
 __all__ = ["Duplicate", "Induction", "Tokens"]
 
@@ -87,8 +87,8 @@ class Tokens(Measure):
 
 
 class _Copies(PerQuery):
-    """The mass on what stands `after` tokens after the earlier copies of the query's token. Queries whose token has no
-    earlier copy have 0 and do not count."""
+    """The mass on what stands `after` tokens (0 or 1) after the earlier copies of the query's token. Queries whose
+    token has no earlier copy have 0 and do not count."""
 
     needs_ids: ClassVar[bool] = True
     after: ClassVar[int]
@@ -105,10 +105,8 @@ class _Copies(PerQuery):
         if not self.after:
             return ids, key_ids, positions
         if plane.text_ids is not None and plane.numbers is not None:  # some tokens are not among the keys any more
-            before = torch.nn.functional.pad(plane.text_ids, (self.after, 0), value=_NO_TOKEN)
-            return ids, before[:, plane.numbers], positions - self.after
-        before = torch.nn.functional.pad(key_ids, (self.after, 0), value=_NO_TOKEN)[:, : plane.keys]
-        return ids, before, torch.nn.functional.pad(positions, (self.after, 0))[:, : plane.keys]
+            return ids, _token_before(plane.text_ids)[:, plane.numbers], positions - self.after
+        return ids, _token_before(key_ids), torch.nn.functional.pad(positions, (1, 0))[:, : plane.keys]
 
     def of(self, strip: Strip, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         ids, copies, positions = prepared
@@ -174,4 +172,9 @@ def _key_ids(plane: Plane, measure: Measure) -> Tensor:
     return ids
 
 
-_NO_TOKEN = torch.iinfo(torch.int64).min
+def _token_before(ids: Tensor) -> Tensor:
+    """Of each token the id of the one before it, padding left out; `NO_TOKEN` for the first: (1|B, L) -> (1|B, L)."""
+    slots = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    last = slots.masked_fill(ids == NO_TOKEN, -1).cummax(1).values  # the last token up to here
+    before = torch.nn.functional.pad(last, (1, 0), value=-1)[:, :-1]
+    return ids.gather(1, before.clamp(min=0)).masked_fill(before < 0, NO_TOKEN)

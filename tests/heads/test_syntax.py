@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.heads import treebank
-from regard.heads.syntax import Question, Tally, answered, report, syntax, words_from_pieces
+from regard.heads.syntax import Question, Tally, answered, interval, report, syntax, words_from_pieces
 from regard.models import Encoder, ModelConfig
 
 room = sys.modules["regard.heads.syntax"]  # (`regard.heads.syntax` is the function)
@@ -256,15 +256,27 @@ def test_heads_and_offsets_are_chosen_on_one_half_and_reported_on_the_other() ->
 
 
 def test_other_heads_have_a_role_where_they_have_the_margin_on_both_halves() -> None:
-    trained = (counted([39, 60, 41], 100, {1: 30}), counted([50, 50, 50], 100, {1: 30}))
-    found = report(HEADS, trained, (counted(BAD, 100, {}), counted(BAD, 100, {})))
+    trained = (counted([39, 60, 41], 100, {1: 30}), counted([500, 500, 500], 1000, {1: 300}))
+    found = report(HEADS, trained, (counted(BAD, 100, {}), counted(BAD, 1000, {})))
     assert set(found.roles()) == {("one", 1), ("two", 0)}
     assert len(found.rows) == 1
 
 
-@pytest.mark.parametrize("right, shuffled, role", [(40, 9, True), (39, 9, False), (40, 40, False), (41, 40, True)])
-def test_a_role_is_ten_points_over_the_offset_and_better_than_shuffled(right: int, shuffled: int, role: bool) -> None:
-    half = counted([0, right, 0], 100, {1: 30})
+@pytest.mark.parametrize(
+    "right, asked, offset, shuffled, role",
+    [
+        (50, 100, 30, 9, True),  # 50 of 100: from 40.4 on
+        (49, 100, 30, 9, False),  # from 39.4 on
+        (41, 100, 30, 9, False),
+        (4200, 10000, 3000, 9, True),  # from 41.0 on
+        (50, 100, 30, 40, True),
+        (50, 100, 30, 41, False),
+    ],
+)
+def test_a_role_is_ten_points_over_the_offset_and_over_shuffled_down_to_the_low_end(
+    right: int, asked: int, offset: int, shuffled: int, role: bool
+) -> None:
+    half = counted([0, right, 0], asked, {1: offset})
     chance = counted([0, 0, shuffled], 100, {})
     found = report(HEADS, (half, half), (chance, chance))
     assert (found.rows[0].role is not None) is role
@@ -291,6 +303,16 @@ def test_relations_that_are_rare_in_a_half_are_left_out() -> None:
     assert len(report(HEADS, (many, few), (many, few), least=49).rows) == 1
 
 
+def test_intervals() -> None:
+    """Wilson's: the shares p whose distance from the one seen is at most 1.96 of their own standard deviations."""
+    for right, n in ((0, 7), (3, 7), (73, 100), (101, 101)):
+        for p in interval(right / n, n):
+            assert abs(p - right / n) == pytest.approx(1.96 * (abs(p * (1 - p)) / n) ** 0.5, abs=1e-7)
+    half = counted([0, 73, 0], 100, {1: 30})
+    (row,) = report(HEADS, (half, half), (half, half)).rows
+    assert (row.low, row.high) == pytest.approx(interval(0.73, 100), abs=1e-6)
+
+
 def test_rows_as_plain_ones_and_as_a_table() -> None:
     half = counted([0, 73, 0], 100, {-2: 34})
     other = counted([99, 0, 0], 100, {1: 2}, ("amod", "to dependent"))
@@ -305,10 +327,10 @@ def test_rows_as_plain_ones_and_as_a_table() -> None:
     assert second["gain"] == pytest.approx(0.39)
     lines = str(found).split("\n")
     assert lines[0].startswith("211 sentences; each head chosen on one half")
-    assert lines[1].split() == ["relation", "direction", "layer", "head", "accuracy", "baseline", "gain", "shuffled",
-                                "n", "role"]  # fmt: skip
-    assert lines[2].split()[:9] == ["amod", "to", "dependent", "one", "0", "99.0", "2.0", "at", "+1"]
-    assert lines[3].split()[4:11] == ["1", "73.0", "34.0", "at", "-2", "39.0", "2.0"]
+    assert lines[1].split() == ["relation", "direction", "layer", "head", "accuracy", "95", "%", "baseline", "gain",
+                                "shuffled", "n", "role"]  # fmt: skip
+    assert lines[2].split()[:10] == ["amod", "to", "dependent", "one", "0", "99.0", "94.6-99.8", "2.0", "at", "+1"]
+    assert lines[3].split()[4:12] == ["1", "73.0", "63.6-80.7", "34.0", "at", "-2", "39.0", "2.0"]
     assert len({line.index("one") for line in lines[2:]}) == 1  # aligned
 
 
@@ -503,6 +525,71 @@ def test_a_model_that_is_watched(tmp_path: Path) -> None:
     blind = syntax(nn.Sequential(Looking(causal=True)), path, tokenizer=of_words(), progress=False)
     assert not any(row.direction == "to head" for row in blind.rows)  # "cat" is ahead
     assert {row.direction for row in blind.rows} == {"to dependent"}
+
+
+class Resting(nn.Module):
+    """A causal layer in which each token gives 0.9 of its attention to the first one, whatever it is; of what is left,
+    ten times as much to a "cat" as to any other."""
+
+    def __init__(self, rest: float = 0.9) -> None:
+        super().__init__()
+        self.rest, self.liked = rest, nn.Parameter(torch.ones(len(VOCABULARY), len(VOCABULARY)))
+        self.liked.data[:, VOCABULARY.index("cat")] = 10.0
+        self.tokenizer = of_words()
+        self.tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="$A")  # no special token
+
+    def forward(self, ids: Tensor) -> Tensor:
+        n = ids.shape[1]
+        wanted = self.liked[ids[:, :, None], ids[:, None, :]] * torch.ones(n, n).tril()
+        weights = (1 - self.rest) * wanted / wanted.sum(-1, keepdim=True)
+        weights[:, :, 0] += self.rest
+        scores = weights.log()[:, None]  # (B, 1, N, N)
+        q = torch.zeros(len(ids), 1, n, 2)
+        return nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=scores)
+
+
+def test_the_first_token_is_no_candidate(tmp_path: Path) -> None:
+    """A head that rests on the first word knows the grammar all the same; and where the first word is the answer, it is
+    not asked."""
+    path, model = tmp_path / "resting.conllu", Resting()
+    draw, text = random.Random(0), ""
+    for _ in range(211):  # of thirteen words one is "cat", and the last its dependent
+        words = [draw.choice(["the", "a"]), *draw.choices(["old", "red", "here", "often"], k=11), "dog"]
+        cat = draw.randint(1, 11)
+        words[cat] = "cat"
+        heads: list[int | None] = [cat] * len(words)
+        heads[0], heads[cat], heads[-1] = None, 0, cat
+        relations = ["amod"] * len(words)
+        relations[0], relations[cat], relations[-1] = "root", "dep", "obj"
+        text += rows(words, heads, relations)
+    path.write_text(text)
+    found = syntax(model, path, progress=False)
+    (row,) = [row for row in found.rows if (row.relation, row.direction) == ("obj", "to head")]
+    assert (row.accuracy, row.role) == (1.0, "object and verb")
+    assert row.baseline < 0.5
+    assert ("dep", "to head") not in found.accuracies  # its head is the first word
+    assert found.crossed == 0
+    assert str(found).splitlines()[0].endswith("with the trees of other sentences 0")
+
+
+def test_the_first_word_after_a_special_token_is_a_candidate() -> None:
+    questions = [Question("x", "to head", 1, (0,)), Question("x", "to antecedent", 2, (0,), (0, 1))]
+    special, plain = room._Text([1, 4, 5, 6], [-1, 0, 1, 2], 3, []), room._Text([4, 5, 6], [0, 1, 2], 3, [])
+    assert (special.sink, plain.sink) == (-1, 0)
+    assert special.about(questions) == questions
+    assert plain.about(questions) == []
+    both = Question("x", "to antecedent", 2, (0, 1), (0, 1))
+    assert plain.about([both]) == [Question("x", "to antecedent", 2, (1,), (1,))]
+
+
+def test_trees_of_other_sentences_are_as_long() -> None:
+    lengths = [3, 5, 3, 7, 5, 3]
+    texts = [room._Text([1] * (n + 1), [-1, *range(n)], n, [Question("x", "to head", 0, (n - 1,)),
+                                                            Question(str(i), "to head", 1, (0,))])
+             for i, n in enumerate(lengths)]  # fmt: skip
+    others = room._exchanged(texts)
+    assert [[q.relation for q in some] for some in others] == [["x", "5"], ["x", "4"], ["x", "0"], [], ["x", "1"],
+                                                               ["x", "2"]]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])

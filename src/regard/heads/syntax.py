@@ -6,10 +6,11 @@
 
 After Clark et al. 2019, "What Does BERT Look At? An Analysis of BERT's Attention": the weights of words are summed over
 the pieces of the word attended to and averaged over the pieces of the word that attends; a head's answer is the word
-with the most of them, special tokens and the word itself left out. Different from there: the head for a relation is
-chosen on one half of the sentences and its accuracy is that on the other (the best of hundreds of heads, chosen where
-it is scored, is good by luck too); and the direction from a head word to its dependent is also read along a row of the
-weights (there: along a column).
+with the most of them, special tokens and the word itself left out. Different from there: the first token is left out
+too, special or not, for it is where heads of decoders put what they have no use for (a sink); the head for a relation
+is chosen on one half of the sentences and its accuracy is that on the other (the best of hundreds of heads, chosen
+where it is scored, is good by luck too); and the direction from a head word to its dependent is also read along a row
+of the weights (there: along a column).
 
 Letters: N pieces, n words, C heads of all layers, Q questions.
 """
@@ -18,10 +19,11 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +44,7 @@ __all__ = ["Question", "Row", "Syntax", "Tally", "answered", "report", "syntax",
 
 LEAST = 50  # a relation is asked at least so often in each half, or left out: of fewer, luck has too large a share
 MARGIN = 0.10  # a head is syntactic from so much over the best offset on (Voita et al. 2019)
+NORMAL = 1.96  # standard deviations to each side of an interval: 95 %
 PASSAGE = 256  # coreference crosses sentences: so many pieces of a document are read together, at most
 NOT_ASKED = ("root", "punct")  # the root has no head word; punctuation is not grammar (Clark et al. leave both out)
 
@@ -249,6 +252,19 @@ def _nearest(word: int, candidates: Sequence[int]) -> int:
 Halves = tuple[Tally, Tally]  # on which heads are chosen, and for which they are reported
 
 
+def interval(accuracy: float, n: int) -> tuple[float, float]:
+    """Between which shares the true one lies, in 95 of 100 cases, where `n` were asked (Wilson 1927).
+
+    >>> low, high = interval(0.5, 100)
+    >>> round(low, 3), round(high, 3)
+    (0.404, 0.596)
+    """
+    z = NORMAL**2 / n
+    middle = (accuracy + z / 2) / (1 + z)
+    half = math.sqrt(accuracy * (1 - accuracy) * z + z * z / 4) / (1 + z)
+    return middle - half, middle + half
+
+
 # ----------------------------------------------------------------------------------------------------
 # The result
 
@@ -263,6 +279,7 @@ class Row:
             dependents), or "to antecedent".
         layer, head: which one; the layer by name, the head from 0 on.
         accuracy: the share of words that attend most to the right one.
+        low, high: its interval of 95 %, by Wilson's formula for `n` words.
         n: how many were asked.
         baseline: the same for the word at the best `offset`; for coreference, where `offset` is None, for the nearest
             mention.
@@ -275,6 +292,8 @@ class Row:
     layer: str
     head: int
     accuracy: float
+    low: float
+    high: float
     n: int
     baseline: float
     offset: int | None
@@ -308,6 +327,8 @@ class Syntax:
         accuracies: for each relation and direction those of all heads, (C,), on the half that is reported.
         left_out: how often relations and directions were asked that are too rare to report, in both halves together.
         counts: of sentences read, and of what was skipped.
+        crossed: how many roles there are if each sentence is asked about the tree of another one, as long as it is:
+            what is right then is right by chance. None where that was not asked.
     """
 
     rows: tuple[Row, ...]
@@ -316,6 +337,7 @@ class Syntax:
     accuracies: Mapping[Key, Tensor]
     left_out: Mapping[Key, int]
     counts: Mapping[str, int] = field(default_factory=dict)
+    crossed: int | None = None
 
     def table(self) -> list[dict[str, Any]]:
         """The rows as plain dictionaries: for JSON, CSV, a data frame."""
@@ -330,25 +352,34 @@ class Syntax:
         return found
 
     def __str__(self) -> str:
-        titles = ("relation", "direction", "layer", "head", "accuracy", "baseline", "", "gain", "shuffled", "n", "role")
+        titles = ("relation", "direction", "layer", "head", "accuracy", "95 %", "baseline", "", "gain", "shuffled", "n",
+                  "role")  # fmt: skip
         lines = [titles, *(_cells(row) for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        left = (0, 1, 2, 6, 10)  # columns of words; numbers stand to the right
+        left = (0, 1, 2, 7, 11)  # columns of words; numbers stand to the right
         table = [
             "  ".join(cell.ljust(widths[i]) if i in left else cell.rjust(widths[i]) for i, cell in enumerate(line))
             for line in lines
         ]
         said = [f"{count} {what}" for what, count in self.counts.items() if count]
         said.append("each head chosen on one half of the texts, and reported on the other")
+        if self.crossed is not None:
+            heads = len({(row.layer, row.head) for row in self.syntactic})
+            said.append(
+                f"{len(self.syntactic)} roles on {heads} heads; with the trees of other sentences {self.crossed}"
+            )
         return "\n".join(line.rstrip() for line in ["; ".join(said), *table])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     """A row as it is printed, in percent."""
-    shares = [f"{round(100 * share, 1) + 0:.1f}" for share in (row.accuracy, row.baseline, row.gain, row.shuffled)]
+    accuracy, low, high, baseline, gain, shuffled = (
+        f"{round(100 * share, 1) + 0:.1f}"
+        for share in (row.accuracy, row.low, row.high, row.baseline, row.gain, row.shuffled)
+    )
     beside = "nearest" if row.offset is None else f"at {row.offset:+d}"
-    return (row.relation, row.direction, row.layer, str(row.head), shares[0], shares[1], beside, shares[2], shares[3],
-            str(row.n), row.role or "")  # fmt: skip
+    return (row.relation, row.direction, row.layer, str(row.head), accuracy, f"{low}-{high}", baseline, beside, gain,
+            shuffled, str(row.n), row.role or "")  # fmt: skip
 
 
 def report(
@@ -377,12 +408,15 @@ def report(
         chance = float(shuffled[1].accuracies(key)[shuffled[0].accuracies(key).argmax()])
         halves = [half.accuracies(key) for half in trained]
         accuracies[key] = halves[1]
-        # Chosen are the best head and all others with the margin; whoever has it on the other half too has the role.
-        # (On one half alone some of hundreds of heads have it by luck.)
-        margins = [accuracy >= base + MARGIN for accuracy, base in zip(halves, bases, strict=True)]
+        # Chosen are the best head and all others with the margin; whoever has it on the other half too, down to the low
+        # end of the interval, has the role. (On one half alone some of hundreds of heads have it by luck.)
+        n = reported.asked[key]
+        intervals = [interval(accuracy, n) for accuracy in halves[1].tolist()]
+        lows = torch.tensor([low for low, _ in intervals])
         best = int(halves[0].argmax())
-        margins[0][best] = True
-        roles = margins[0] & margins[1] & (halves[1] > chance)
+        candidates = halves[0] >= bases[0] + MARGIN
+        candidates[best] = True
+        roles = candidates & (lows >= bases[1] + MARGIN) & (lows > chance)
         for i in {best, *roles.nonzero().flatten().tolist()}:
             role = ROLES.get(key[0]) or ROLES.get(key[0].split(":")[0]) or key[0]
             row = Row(
@@ -391,7 +425,9 @@ def report(
                 layer=heads[i][0],
                 head=heads[i][1],
                 accuracy=float(halves[1][i]),
-                n=reported.asked[key],
+                low=intervals[i][0],
+                high=intervals[i][1],
+                n=n,
                 baseline=bases[1],
                 offset=offset,
                 shuffled=chance,
@@ -415,6 +451,23 @@ class _Text(NamedTuple):
     owners: list[int]
     words: int
     questions: list[Question]
+
+    @property
+    def sink(self) -> int:
+        """The word that the first piece belongs to, which is no candidate; -1 where that is a special token."""
+        return self.owners[0] if self.owners else -1
+
+    def about(self, questions: Iterable[Question]) -> list[Question]:
+        """The questions that can be asked: of words that have pieces, about others that have some; but for the sink."""
+        there = set(self.owners) - {self.sink, -1}
+        asked = []
+        for question in questions:
+            answers = tuple(answer for answer in question.answers if answer in there)
+            if answers and question.word in self.owners:
+                few = question.candidates
+                few = None if few is None else tuple(word for word in few if word != self.sink)
+                asked.append(question._replace(answers=answers, candidates=few))
+        return asked
 
 
 def _pieces(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -458,14 +511,17 @@ def _read(tokenizer: Any, sentences: Sequence[Sentence], questions: list[Questio
         spans += [word.span and (word.span[0] + at, word.span[1] + at) for word in sentence.words]
         text += sentence.text
     ids, offsets = _pieces(tokenizer, text)
-    owners = _owners(offsets, spans, len(text))
-    seen = set(owners)
-    kept = [
-        question._replace(answers=answers)
-        for question in questions
-        if question.word in seen and (answers := tuple(answer for answer in question.answers if answer in seen))
-    ]
-    return _Text(ids, owners, len(spans), kept)
+    read = _Text(ids, _owners(offsets, spans, len(text)), len(spans), [])
+    return read._replace(questions=read.about(questions))
+
+
+def _exchanged(texts: Sequence[_Text]) -> list[list[Question]]:
+    """For each text the questions of another one with as many words, where there is one."""
+    of_length: dict[int, list[int]] = defaultdict(list)
+    for i, text in enumerate(texts):
+        of_length[text.words].append(i)
+    others = {i: same[place - 1] for same in of_length.values() for place, i in enumerate(same) if len(same) > 1}
+    return [text.about(texts[others[i]].questions) if i in others else [] for i, text in enumerate(texts)]
 
 
 def _passages(sentences: Iterable[tuple[Sentence, int]], longest: float) -> Iterator[list[Sentence]]:
@@ -510,11 +566,15 @@ def _maps(model: nn.Module, ids: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _counted(
-    model: nn.Module, texts: Sequence[_Text], halves: Sequence[int], batches: Iterable[list[int]]
-) -> tuple[list[tuple[str, int]], Halves]:
-    """The heads of a model, and what they answer in each half of the texts."""
+    model: nn.Module,
+    texts: Sequence[_Text],
+    halves: Sequence[int],
+    batches: Iterable[list[int]],
+    others: Sequence[list[Question]] = (),
+) -> tuple[list[tuple[str, int]], Halves, Halves]:
+    """The heads of a model; what they answer in each half of the texts; and what to `others`, one list for each text."""
     heads: list[tuple[str, int]] = []
-    tallies = Tally(), Tally()
+    tallies, crossed = (Tally(), Tally()), (Tally(), Tally())
     device = next((parameter.device for parameter in model.parameters()), None)
     for batch in batches:
         ids = torch.tensor([texts[i].ids for i in batch], device=device)
@@ -526,8 +586,13 @@ def _counted(
         if not heads:
             raise bad_value("model", expected="self-attention over the pieces of a text", received="none that was seen")
         for i, of_text in zip(batch, words, strict=True):
-            tallies[halves[i]].add(torch.cat(of_text), texts[i].questions)
-    return heads, tallies
+            weights = torch.cat(of_text)  # (C, n, n)
+            if texts[i].sink >= 0:
+                weights[..., texts[i].sink] = 0.0
+            tallies[halves[i]].add(weights, texts[i].questions)
+            if i < len(others):
+                crossed[halves[i]].add(weights, others[i])
+    return heads, tallies, crossed
 
 
 def _shuffled(model: nn.Module, seed: int) -> nn.Module:
@@ -571,9 +636,13 @@ def syntax(
 
     For each relation and direction the head is chosen on one half of the sentences, drawn by `seed`, and reported on
     the other, beside two baselines chosen and reported alike: the best fixed offset ("the next word"), and the best
-    head of the same model with the entries of each weight matrix shuffled. A head is syntactic, and has a role, where
-    it is at least 10 points over the best offset (Voita et al. 2019), and better than the shuffled model. Heads other
-    than the best have to be so on both halves.
+    head of the same model with the entries of each weight matrix shuffled. Each accuracy has an interval of 95 %. A head
+    is syntactic, and has a role, where the low end of it is at least 10 points over the best offset (Voita et al. 2019),
+    and over the shuffled model. Heads other than the best have to have that margin on both halves. `crossed` tells how
+    many roles there were if each sentence were asked about the tree of another.
+
+    Neither special tokens nor the first token, special or not, are candidates: heads of decoders rest there when there
+    is nothing to attend to, whatever word it is. What has no other answer is not asked.
 
     A decoder's heads look back only, and what lies ahead is no mistake of theirs: heads and offsets are asked there
     only what has an answer behind, and `n` tells how often. The two directions are then about different words: an
@@ -638,11 +707,13 @@ def syntax(
         texts += [_read(tokenizer, passage, _coreferences(_mention_heads(passage))) for passage in passages]
         halves += _halves(len(passages), seed)
     batches = _batches(texts, batch_size)
+    others = _exchanged(texts[: counts["sentences"]])
     with evaluating(model):
-        heads, trained = _counted(model, texts, halves, track(batches, "heads", progress))
+        heads, trained, crossed = _counted(model, texts, halves, track(batches, "heads", progress), others)
         random = _shuffled(model, seed)
-    _, shuffled = _counted(random, texts, halves, track(batches, "heads, shuffled", progress))
-    return report(heads, trained, shuffled, counts=counts)
+    _, shuffled, _ = _counted(random, texts, halves, track(batches, "heads, shuffled", progress))
+    found = report(heads, trained, shuffled, counts=counts)
+    return replace(found, crossed=len(report(heads, crossed, shuffled).syntactic))
 
 
 def _halves(count: int, seed: int) -> list[int]:

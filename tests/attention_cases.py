@@ -1,7 +1,7 @@
 """Shared by the kernel tests: random calls of every kind, plain PyTorch beside them, and the rule between the two.
 
-The rule (`assert_accurate`): a kernel's error against float64 is at most twice that of plain PyTorch, in the same dtype,
-on the same input; or a few roundings of the terms that are summed up.
+The rule (`assert_accurate`): a kernel's error against float64 is at most twice that of plain PyTorch, in the same
+dtype, on the same input; or a few roundings of the terms that are summed up.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def exact(case: Case) -> list[Tensor]:
 
 def terms(case: Case, lse: bool = False) -> list[Tensor]:
     """How large the terms are that the output and each gradient sum up, in float64: the same formulas with absolute
-    values everywhere, so that nothing cancels. A sum is exact to a few roundings of this, and not of its own size: with one
-    visible key the gradient of k is 0, the difference of two equal numbers.
+    values everywhere, so that nothing cancels. A sum is exact to a few roundings of this, and not of its own size: with
+    one visible key the gradient of k is 0, the difference of two equal numbers.
 
     A weight is the exponential of a score, so it carries the roundings of its own score and of its row's log-sum-exp:
     as many as these scores' terms are large. `lse`: with the gradient of the log-sum-exp, as `with_gradients` adds it.
@@ -180,8 +180,8 @@ ROUNDINGS = 4  # of the terms summed, that any order of summing may leave behind
 
 
 def assert_accurate(case: Case, ours: list[Tensor], what: str, lse: bool = False) -> None:
-    """The rule for every number of the output and the gradients: its error is at most `ROUNDINGS` roundings of the terms that
-    it sums up, or twice the largest that plain PyTorch makes."""
+    """The rule for every number of the output and the gradients: its error is at most `ROUNDINGS` roundings of the
+    terms that it sums up, or twice the largest that plain PyTorch makes."""
     precise = case.to(torch.float64)
     truth = precise.with_gradients(*reference.forward(precise.call())[: 1 + lse])
     theirs = truth if lse else case.with_gradients(plain(case))
@@ -193,8 +193,8 @@ def assert_accurate(case: Case, ours: list[Tensor], what: str, lse: bool = False
         error, theirs_worst = (mine.double() - right).abs(), _largest(peer.double() - right)
         wrong = ~(error <= (ROUNDINGS * rounding).clamp(min=2 * theirs_worst))
         assert not wrong.any(), (
-            f"{what}: {name} is off by {error[wrong].max():.3g}, {(error / rounding)[wrong].max():.3g} roundings of what "
-            f"it sums up; plain PyTorch by {theirs_worst:.3g}"
+            f"{what}: {name} is off by {error[wrong].max():.3g}, {(error / rounding)[wrong].max():.3g} roundings of "
+            f"what it sums up; plain PyTorch by {theirs_worst:.3g}"
         )
 
 

@@ -6,6 +6,7 @@ import copy
 import operator
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from regard.masks import (
     Or,
     Padding,
     Prefix,
+    Survey,
     Tile,
     Window,
     as_mask,
@@ -574,7 +576,7 @@ def test_the_last_query_sees_all(mask: Mask) -> None:
     assert not mask.sees_all(5, 2, 7)
 
 
-# --- numbers beyond those that 64 bits hold ------------------------------------------------------------------------------
+# --- numbers beyond those that 64 bits hold ---------------------------------------------------------------------------
 
 FAR = [2**31, 2**62 + 1, 2**63 - 1, 2**63, 2**64, 10**40]
 
@@ -630,3 +632,118 @@ def test_parts_of_lengths_do_not_wrap_around(dtype: torch.dtype) -> None:
     least = torch.iinfo(dtype).min
     assert Padding(lengths=torch.tensor([5, least], dtype=dtype)).part(tile, slice(0, 1), 0).lengths.tolist() == [0, 0]
     assert Prefix(torch.tensor([5, least], dtype=dtype)).part(tile, slice(0, 1), 200).n.tolist() == [0, 0]
+
+
+# --- masks of one's own -----------------------------------------------------------------------------------------------
+
+KERNELS = ["auto", *regard.kernels.available()]
+
+
+class Dilated(Mask):
+    """Every `step`-th key, with a flaw on demand."""
+
+    fields = ("step", "flaw")
+
+    def __init__(self, step: int, flaw: int = 0) -> None:
+        self.step, self.flaw = step, flaw
+
+    def block(self, tile: Tile) -> Tensor:
+        ahead = tile.k_positions[:, None, :] - tile.q_positions[:, :, None]
+        visible = (ahead % self.step == 0)[:, None]
+        flaws: list[Callable[[], Any]] = [
+            lambda: visible,
+            lambda: visible.float(),
+            lambda: visible[0, 0],  # no batch and no heads
+            lambda: visible[:, 0],  # no heads
+            lambda: visible.expand(-1, 5, -1, -1),  # heads that are not there
+            lambda: visible.expand(7, -1, -1, -1),  # batch items that are not there
+            lambda: visible[..., :-1],
+            lambda: visible.to("meta"),
+            lambda: visible.tolist(),
+        ]
+        return flaws[self.flaw]()
+
+
+FLAWS = [
+    (1, TypeError, r"Dilated.block: expected a boolean tensor \(True = may attend\), received dtype torch.float32"),
+    (2, ValueError, r"Dilated.block: expected shape \(1\|B, 1\|H, 1\|n, 1\|m\), B = 2, .*visible\[None, None\]"),
+    (3, ValueError, r"Dilated.block: expected shape .* received shape \(1, "),
+    (4, ValueError, r"Dilated.block: expected shape .*H = 3.* received shape \(1, 5, "),
+    (5, ValueError, r"Dilated.block: expected shape .*B = 2.* received shape \(7, 1, "),
+    (6, ValueError, r"Dilated.block: expected shape .*m = .* received shape"),
+    (7, ValueError, r"Dilated.block: expected device cpu, as the tile's, received meta"),
+    (8, TypeError, r"Dilated.block: expected a boolean tensor .*, received list"),
+]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("flaw, error, words", FLAWS)
+@pytest.mark.parametrize("n", [3, 70])
+def test_a_mask_of_ones_own_with_a_flaw_is_refused(
+    flaw: int, error: type[Exception], words: str, kernel: str, n: int
+) -> None:
+    q, k = torch.randn(2, 3, n, 4), torch.randn(2, 3, 71, 4)
+    for mask in (Dilated(3, flaw), Causal() & Dilated(3, flaw), Window(5) | ~Dilated(3, flaw)):
+        with pytest.raises(error, match=words):
+            regard.attend(q, k, k, mask=mask, kernel=kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_mask_of_ones_own_is_the_same_in_every_kernel(kernel: str) -> None:
+    q, k = torch.randn(2, 3, 70, 4), torch.randn(2, 3, 71, 4)
+    mask = Causal() & Dilated(3)
+    dense = Keep(mask.dense(70, 71))
+    torch.testing.assert_close(
+        regard.attend(q, k, k, mask=mask, kernel=kernel), regard.attend(q, k, k, mask=dense, kernel="reference")
+    )
+    assert repr(mask) == "Causal() & Dilated(step=3, flaw=0)"
+
+
+@pytest.mark.parametrize(
+    "answer, error, words",
+    [
+        (
+            lambda yes: (yes, yes),
+            TypeError,
+            r"Half.survey: expected a masks.Survey of two boolean tensors, received tup",
+        ),
+        (lambda yes: Survey(yes, yes.int()), TypeError, r"Half.survey: expected a masks.Survey of two boolean"),
+        (lambda yes: Survey(yes[0], yes), ValueError, r"Half.survey, some: expected shape \(1\|B, 1, 1\|C\)"),
+        (lambda yes: Survey(yes, yes.expand(1, 99, 1)), ValueError, r"every: expected .* received shape \(1, 99, 1\)"),
+        (lambda yes: Survey(~yes, yes), ValueError, "Half.survey: .* a tile that is wholly visible and hidden"),
+    ],
+)
+def test_a_survey_of_ones_own_with_a_flaw_is_refused(
+    answer: Callable[[Tensor], Any], error: type[Exception], words: str
+) -> None:
+    class Half(Mask):
+        def block(self, tile: Tile) -> Tensor:
+            return (tile.k_positions % 2 == 0)[:, None, None, :]
+
+        def survey(self, grid: Grid) -> Survey:
+            return answer(torch.ones(1, 1, 1, dtype=torch.bool))
+
+    q = torch.randn(1, 1, 300, 4)
+    with pytest.raises(error, match=words):
+        regard.attend(q, q, q, mask=Half(), kernel="blockwise")
+
+
+def test_a_field_that_is_not_named_is_missed_where_masks_are_taken_apart() -> None:
+    class Nameless(Mask):
+        def __init__(self, step: int) -> None:
+            self.step = step
+
+        def block(self, tile: Tile) -> Tensor:
+            return (tile.k_positions % self.step == 0)[:, None, None, :]
+
+    q = torch.randn(2, 1, 1, 5, 4)
+    with pytest.raises(ValueError, match=r"Nameless: expected every attribute .* received others: step; .*\('step',\)"):
+        torch.func.vmap(lambda x: regard.attend(x, x, x, mask=Nameless(2)))(q)
+
+
+def test_the_worked_example_runs_and_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = page.split("### To add a mask")[1].split("### ")[0]
+    program, printed = (section.split(f"```{kind}\n")[1].split("```")[0] for kind in ("python", "text"))
+    exec(compile(program, "docs/architecture.md", "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out == printed

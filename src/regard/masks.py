@@ -15,7 +15,8 @@ Letters: B batch, H query heads, N queries, M keys; n, m the sides of one tile; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -56,6 +57,13 @@ class Tile(NamedTuple):
     cols: slice
     q_positions: Tensor  # (B|1, n)
     k_positions: Tensor  # (B|1, m)
+    items: int = 0  # batch items and query heads, where they are known; else 0
+    heads: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, m)"""
+        return self.rows.stop - self.rows.start, self.cols.stop - self.cols.start
 
 
 class Survey(NamedTuple):
@@ -132,9 +140,13 @@ class Mask:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         Mask.kinds[cls.__name__] = cls
+        if cls.__module__ != __name__:  # a mask of somebody's own: kernels rely on the shapes of what it answers
+            for answer, check in (("block", _check_block), ("survey", _check_survey)):
+                if answer in vars(cls):
+                    setattr(cls, answer, checked(vars(cls)[answer], check))
 
     def block(self, tile: Tile) -> Tensor:
-        """Which pairs of the tile are visible: boolean, broadcastable to (B, H, n, m)."""
+        """Which pairs of the tile are visible: boolean, four axes that broadcast to (B, H, n, m)."""
         raise NotImplementedError
 
     def survey(self, grid: Grid) -> Survey:
@@ -215,7 +227,7 @@ class Mask:
         )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}()"
+        return f"{type(self).__name__}({', '.join(f'{name}={_short(getattr(self, name))}' for name in self.fields)})"
 
 
 class Causal(Mask):
@@ -571,6 +583,53 @@ class Not(Mask):
 
     def __repr__(self) -> str:
         return f"~({self.inner})" if isinstance(self.inner, And) else f"~{self.inner}"
+
+
+def checked(answer: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    """The method `answer`, whose results `check(self, result, *arguments)` refuses where they are wrong."""
+
+    @functools.wraps(answer)
+    def call(self: Any, *arguments: Any) -> Any:
+        result = answer(self, *arguments)
+        if not torch.compiler.is_compiling():
+            check(self, result, *arguments)
+        return result
+
+    return call
+
+
+def check_axes(what: str, tensor: Tensor, names: tuple[str, ...], sizes: tuple[int, ...], remedy: str = "") -> None:
+    """Each axis of a tensor must be 1 or the size named (0: any)."""
+    fits = tensor.dim() == len(sizes) and all(
+        size in (1, want) or not want for size, want in zip(tensor.shape, sizes, strict=True)
+    )
+    if not fits:
+        axes = ", ".join(f"1|{name}" if want != 1 else "1" for name, want in zip(names, sizes, strict=True))
+        known = ", ".join(f"{name} = {want}" for name, want in zip(names, sizes, strict=True) if want)
+        raise bad_value(what, expected=f"shape ({axes}), {known}", received=f"shape {shape_of(tensor)}", remedy=remedy)
+
+
+def _check_block(mask: Mask, visible: object, tile: Tile) -> None:
+    what = f"{type(mask).__name__}.block"
+    if not isinstance(visible, Tensor) or visible.dtype is not torch.bool:
+        received = f"dtype {visible.dtype}" if isinstance(visible, Tensor) else type(visible).__name__
+        remedy = "compare: scores > 0; numbers that are added to the scores are a bias (positions.Bias)"
+        raise bad_type(what, expected="a boolean tensor (True = may attend)", received=received, remedy=remedy)
+    remedy = "axes of the batch and of the heads lead, 1 where all are alike: (n, m) is visible[None, None]"
+    check_axes(what, visible, ("B", "H", "n", "m"), (tile.items, tile.heads, *tile.shape), remedy)
+    if visible.device != tile.q_positions.device:
+        raise bad_value(what, expected=f"device {tile.q_positions.device}, as the tile's", received=visible.device)
+
+
+def _check_survey(mask: Mask, survey: object, grid: Grid) -> None:
+    what = f"{type(mask).__name__}.survey"
+    if not isinstance(survey, Survey) or any(not isinstance(x, Tensor) or x.dtype is not torch.bool for x in survey):
+        raise bad_type(what, expected="a masks.Survey of two boolean tensors", received=type(survey).__name__)
+    rows, cols = grid.rows(grid.q_positions)[0].shape[1], grid.cols(grid.k_positions)[0].shape[2]
+    for name, answer in survey._asdict().items():
+        check_axes(f"{what}, {name}", answer, ("B", "R", "C"), (0, rows, cols))
+    if bool((survey.every & ~survey.some).any()):
+        raise bad_value(what, expected="some where every is", received="a tile that is wholly visible and hidden")
 
 
 def as_mask(mask: Mask | Tensor) -> Mask:

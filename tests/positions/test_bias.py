@@ -16,7 +16,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 import regard
 from regard.masks import Causal, Padding, Window
-from regard.positions import Alibi, RelativeBias, as_biases
+from regard.positions import Alibi, Bias, RelativeBias, as_biases
 from regard.positions.bias import Buckets, DenseBias, Saturated
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
@@ -322,3 +322,44 @@ def test_the_gradient_of_a_long_bias_is_never_dense(monkeypatch: pytest.MonkeyPa
     assert asked
     assert max(asked) <= n * n / 32
     assert bias.weight.grad.abs().sum() > 0
+
+
+class Steps(Bias):
+    """A bias of one's own: a number for each head and parity of distance, with a flaw on demand."""
+
+    fields = ("weight", "flaw")
+
+    def __init__(self, weight: Tensor, flaw: int = 0) -> None:
+        self.weight, self.flaw = weight, flaw
+
+    def block(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        odd = (k_positions[:, None, None, :] - q_positions[:, None, :, None]) % 2
+        added = odd * self.weight[:, :, None, None]
+        return [added, added.long(), added[0], added[:, :1].expand(-1, 7, -1, -1), added[..., :-1]][self.flaw]
+
+
+@pytest.mark.parametrize("kernel", ["auto", *regard.kernels.available()])
+@pytest.mark.parametrize("n", [3, 70])
+def test_a_bias_of_ones_own_is_checked(kernel: str, n: int) -> None:
+    q, k = torch.randn(2, 3, n, 4), torch.randn(2, 3, 71, 4)
+    weight = torch.randn(1, 3)
+    right = Steps(weight).block(torch.arange(71 - n, 71)[None], torch.arange(71)[None])
+    torch.testing.assert_close(
+        regard.attend(q, k, k, bias=Steps(weight), kernel=kernel),
+        regard.attend(q, k, k, bias=right, kernel="reference"),
+    )
+    with pytest.raises(TypeError, match=r"Steps.block: expected a floating-point tensor.*received dtype torch.int64"):
+        regard.attend(q, k, k, bias=Steps(weight, 1), kernel=kernel)
+    for flaw in (2, 3, 4):
+        with pytest.raises(ValueError, match=r"Steps.block: expected shape \(1, 1\|H, 1\|n, 1\|m\).* received shape"):
+            regard.attend(q, k, k, bias=Steps(weight, flaw), kernel=kernel)
+
+
+def test_a_bias_without_a_weight_is_told_so() -> None:
+    class Bare(Bias):
+        def block(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+            return torch.zeros(1, 1, 1, 1)
+
+    q = torch.zeros(1, 1, 3, 2)
+    with pytest.raises(TypeError, match=r"Bare.weight: expected a tensor that leads with a batch.*torch.zeros\(1, H\)"):
+        regard.attend(q, q, q, bias=Bare())

@@ -100,9 +100,9 @@ class Call:
 
     def tile(self, batch: slice, rows: slice, cols: slice) -> Tile:
         """A rectangle of the plane, as masks want it."""
-        return Tile(
-            self.q.shape[2], batch, rows, cols, self.query_positions(rows, batch), self.keys_positions(cols, batch)
-        )
+        items = self.q.shape[0] if batch.stop is None else batch.stop - (batch.start or 0)
+        positions = self.query_positions(rows, batch), self.keys_positions(cols, batch)
+        return Tile(self.q.shape[2], batch, rows, cols, *positions, items, self.q.shape[1])
 
     def whole(self) -> Tile:
         """The whole plane as one tile."""

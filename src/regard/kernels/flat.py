@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.errors import bad_type
+from regard.errors import bad_type, bad_value
 from regard.kernels.call import Call
 from regard.kernels.dropout import Dropout
 from regard.masks import Mask
@@ -52,11 +52,13 @@ def flatten(call: Call) -> Flat:
             plan.append("int")
             ints.append(int(value) if isinstance(value, bool) else value)  # pyright: ignore[reportArgumentType]
         elif isinstance(value, Bias):
+            _check_fields(value)
             plan.append(type(value).__name__)
             biases.append(value.weight)
             for field in value.fields[1:]:
                 visit(getattr(value, field))
         elif isinstance(value, (Mask, Dropout)):
+            _check_fields(value)
             plan.append(type(value).__name__)
             for field in value.fields:
                 visit(getattr(value, field))
@@ -74,6 +76,18 @@ def flatten(call: Call) -> Flat:
     for value in (call.scale, call.q_start, call.softcap, call.mask, call.positions, call.key_positions, call.dropout):
         visit(value)
     return Flat(call.q, call.k, call.v, call.sinks, biases, rest, ints, floats, " ".join(plan))
+
+
+def _check_fields(value: Mask | Bias | Dropout) -> None:
+    """What is not named in `fields` would be lost on the way."""
+    lost = sorted(set(vars(value)) - set(value.fields))
+    if lost:
+        raise bad_value(
+            type(value).__name__,
+            expected="every attribute named in `fields`, for it is taken apart where torch compiles or transforms",
+            received=f"others: {', '.join(lost)}",
+            remedy=f"fields = {(*value.fields, *lost)}",
+        )
 
 
 def unflatten(flat: Flat) -> Call:

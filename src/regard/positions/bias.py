@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value, shape_of
+from regard.masks import check_axes, checked
 
 __all__ = ["Alibi", "Bias", "DenseBias", "RelativeBias", "Saturated", "as_biases"]
 
@@ -34,6 +35,8 @@ class Bias:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         Bias.kinds[cls.__name__] = cls
+        if cls.__module__ != __name__ and "block" in vars(cls):  # somebody's own: kernels rely on the shapes it gives
+            cls.block = checked(cls.block, _check_block)
 
     def block(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """What to add for queries at (B|1, n) and keys at (B|1, m): (B|1, H, n, m)."""
@@ -59,6 +62,18 @@ class Bias:
             raise bad_value(
                 f"bias {type(self).__name__}", expected=f"{heads} heads", received=f"{self.weight.shape[-1]}"
             )
+
+
+def _check_block(bias: Bias, block: object, q_positions: Tensor, k_positions: Tensor) -> None:
+    what = f"{type(bias).__name__}.block"
+    if not isinstance(block, Tensor) or not block.is_floating_point():
+        received = f"dtype {block.dtype}" if isinstance(block, Tensor) else type(block).__name__
+        raise bad_type(what, expected="a floating-point tensor, added to the scores", received=received)
+    batch = max(x.shape[0] for x in (q_positions, k_positions, bias.weight))
+    sizes = (batch, bias.weight.shape[-1], q_positions.shape[1], k_positions.shape[1])
+    check_axes(what, block, ("B", "H", "n", "m"), sizes)
+    if block.device != q_positions.device:
+        raise bad_value(what, expected=f"device {q_positions.device}, as the positions'", received=block.device)
 
 
 class DenseBias(Bias):
@@ -283,10 +298,17 @@ def as_biases(bias: Any) -> tuple[Bias, ...]:
                 remedy="unsqueeze the missing axes",
             )
         return (DenseBias(bias if bias.dim() == 4 else bias[None, None]),)
-    if isinstance(bias, Bias):
-        return (bias,)
     if hasattr(bias, "as_bias"):
-        return (bias.as_bias(),)
+        bias = bias.as_bias()
+    if isinstance(bias, Bias):
+        if not isinstance(getattr(bias, "weight", None), Tensor):
+            raise bad_type(
+                f"{type(bias).__name__}.weight",
+                expected="a tensor that leads with a batch axis of 1 and ends with one of heads",
+                received="none" if not hasattr(bias, "weight") else type(bias.weight).__name__,
+                remedy="a bias that learns nothing has one all the same: torch.zeros(1, H)",
+            )
+        return (bias,)
     if isinstance(bias, Sequence) and not isinstance(bias, str):
         return tuple(one for part in cast("Sequence[Any]", bias) for one in as_biases(part))
     raise bad_type(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from regard import kernels
-from regard.errors import bad_type, bad_value, shape_of
+from regard.errors import bad_type, bad_value, refuse_trace, shape_of
 from regard.kernels import Call, blockwise, native, reference
 from regard.kernels.dropout import Dropout, new_seed
 from regard.kernels.tracing import traced
@@ -323,6 +323,7 @@ def prepare(
     generator: torch.Generator | None = None,
 ) -> Call:
     """Check what the caller gave and lower it to a `Call`."""
+    refuse_trace("attention")
     for what, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise bad_type(what, expected="a tensor", received=type(x).__name__, remedy="torch.as_tensor(...)")

@@ -9,9 +9,13 @@ A broken invariant of our own is an `assert`, never one of these.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
 from torch import Tensor
 
-__all__ = ["bad_type", "bad_value", "is_panic", "missing_extra", "shape_of"]
+__all__ = ["also", "bad_type", "bad_value", "is_panic", "missing_extra", "no_torchscript", "refuse_trace", "shape_of"]
 
 
 def _sentence(what: str, expected: str, received: object, remedy: str) -> str:
@@ -46,3 +50,51 @@ def is_panic(error: BaseException) -> bool:
 def shape_of(tensor: Tensor) -> str:
     """A shape as a plain tuple, for messages: `(2, 3, 5)`."""
     return str(tuple(tensor.shape))
+
+
+def also(error: Exception, other: Exception) -> Exception:
+    """`error` as an instance of the other's type, too, and with its words: who replaces a function of torch's is caught by
+    whoever caught that function's errors.
+
+    >>> both = also(bad_value("mask", expected="2 axes", received="1"), AssertionError("expected 2-D"))
+    >>> isinstance(both, ValueError), isinstance(both, AssertionError)
+    (True, True)
+    >>> str(both)
+    'mask: expected 2 axes, received 1; torch says: expected 2-D'
+    """
+    words = f"{error}; torch says: {other}"
+    return _made(type(error), type(other), words)
+
+
+def _made(first: type[Exception], second: type[Exception], words: str) -> Exception:
+    return _both(first, second)(words)
+
+
+@cache
+def _both(first: type[Exception], second: type[Exception]) -> type[Exception]:
+    def reduce(self: Exception) -> tuple[Any, ...]:  # a class made here is not found by its name
+        return _made, (first, second, str(self))
+
+    bases = (first,) if issubclass(first, second) else (second,) if issubclass(second, first) else (first, second)
+    return type(first.__name__, bases, {"__reduce__": reduce, "__module__": first.__module__})
+
+
+def no_torchscript(module: object) -> NoReturn:
+    """Raise for `torch.jit.script` of a module."""
+    raise bad_type(
+        "torch.jit.script",
+        expected="modules that TorchScript can compile",
+        received=type(module).__name__,
+        remedy="torch.compile(model), or torch.export.export(model, args) for use without Python",
+    )
+
+
+def refuse_trace(what: str) -> None:
+    """Raise under `torch.jit.trace`: it would not record our kernels, nor what depends on sizes."""
+    if not torch.compiler.is_compiling() and torch.jit.is_tracing():
+        raise bad_type(
+            what,
+            expected="plain calls, torch.compile or torch.export",
+            received="a call under torch.jit.trace, which does not record our kernels",
+            remedy="torch.export.export(model, args); for ONNX torch.onnx.export(model, args, dynamo=True)",
+        )

@@ -19,7 +19,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from regard.attention import BiasLike, attend, attention_weights
 from regard.cache import KVCache, RollingCache, Slots
 from regard.configurations import Configuration, configuration
-from regard.errors import bad_type, bad_value, shape_of
+from regard.errors import bad_type, bad_value, no_torchscript, refuse_trace, shape_of
 from regard.kernels.tracing import traced
 from regard.linear import project, project_each
 from regard.masks import Mask, as_mask
@@ -229,6 +229,7 @@ class MultiHeadAttention(nn.Module):
         Returns:
             (B, N, W); with `need_weights` the same and the weights.
         """
+        refuse_trace("attention")
         with nullcontext() if self.spread is None else self.spread.refusing():
             _check_types(query, key, value, cache)
         if query.dim() == 2:
@@ -284,6 +285,10 @@ class MultiHeadAttention(nn.Module):
             )  # heads side by side: (B, N, H * E) to (B, N, W)
             out = out if spread is None else spread.marked(out)
         return out if weights is None else (out, weights)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Asked by `torch.jit.script`."""
+        no_torchscript(self)
 
     def like(self, x: Tensor, query: Tensor) -> Tensor:
         """x, made token by token of the layer's query: where tokens are spread over processes, it is the same part."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from regard.attention import attend, attention_weights
-from regard.errors import bad_type, bad_value
+from regard.errors import bad_type, bad_value, no_torchscript, shape_of
 from regard.layouts.convert import load
-from regard.layouts.torch_mha_call import batch_first, operands, project, said_in_masks
+from regard.layouts.torch_mha_call import batch_first, operands, project, refused_as_by_torch, said_in_masks
 
 __all__ = ["SplitAttention", "SwappedAttention", "swap"]
 
@@ -25,7 +25,8 @@ def swap(model: Model, split: bool = False) -> Model:
     projection, never NaN, where a query may see nothing; weights are those before dropout; `forward` and hooks run
     inside `nn.TransformerEncoder` in evaluation too (its fast paths would go around them). `is_causal=True` is a hint
     that `attn_mask` is the causal one; where it is not, the mask counts (torch believes the hint, or not, by whether
-    weights are needed). Here it also goes without a mask.
+    weights are needed). Here it also goes without a mask. What both refuse is an error of both kinds, with the words
+    of both. Nested tensors are served with gradient and in cross attention, too. TorchScript is refused.
 
     Args:
         model: any module; if it is an `nn.MultiheadAttention` itself, what replaces it is returned. Give the outermost
@@ -114,6 +115,7 @@ class SwappedAttention(nn.MultiheadAttention):
 
         def compute(query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor | None]:
             packed = self.in_proj_weight
+            _check_widths(query=(query, self.embed_dim), key=(key, self.kdim), value=(value, self.vdim))
             weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else packed
             q, k, v = project(query, key, value, cast(Any, weight), self.in_proj_bias)
             q, k, v, options = operands(
@@ -124,9 +126,18 @@ class SwappedAttention(nn.MultiheadAttention):
             out = self.out_proj(out.transpose(1, 2).flatten(2))
             return out, attention_weights(q, k, **options) if need_weights else None
 
-        return batch_first(
-            compute, query, key, value, key_padding_mask, already=self.batch_first, average=average_attn_weights
-        )
+        with refused_as_by_torch(
+            self, query, key, value, key_padding_mask=key_padding_mask, attn_mask=attn_mask, is_causal=is_causal,
+            need_weights=need_weights, bias_k=self.bias_k, bias_v=self.bias_v, add_zero_attn=self.add_zero_attn,
+            separate=(self.q_proj_weight, self.k_proj_weight, self.v_proj_weight),
+        ):  # fmt: skip
+            return batch_first(
+                compute, query, key, value, key_padding_mask, already=self.batch_first, average=average_attn_weights
+            )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Asked by `torch.jit.script`."""
+        no_torchscript(self)
 
 
 class SplitAttention(nn.Module):
@@ -194,9 +205,24 @@ class SplitAttention(nn.Module):
             result = self.layer(query, key, value, **options, need_weights=need_weights)
             return result if need_weights else (result, None)
 
-        return batch_first(
-            compute, query, key, value, key_padding_mask, already=self.batch_first, average=average_attn_weights
-        )
+        layer = self.layer
+        with refused_as_by_torch(
+            self, query, key, value, key_padding_mask=key_padding_mask, attn_mask=attn_mask, is_causal=is_causal,
+            need_weights=need_weights, separate=(layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight),
+        ):  # fmt: skip
+            return batch_first(
+                compute, query, key, value, key_padding_mask, already=self.batch_first, average=average_attn_weights
+            )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Asked by `torch.jit.script`."""
+        no_torchscript(self)
+
+
+def _check_widths(**inputs: tuple[Tensor, int]) -> None:
+    for what, (x, width) in inputs.items():
+        if x.shape[-1] != width:
+            raise bad_value(what, expected=f"width {width}, as the module was made for", received=shape_of(x))
 
 
 _OURS = (nn.MultiheadAttention, SwappedAttention)

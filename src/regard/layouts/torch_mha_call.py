@@ -8,17 +8,27 @@ Letters: B batch, H heads, N queries, M keys, D head width, W model width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from regard.errors import bad_type, bad_value, shape_of
+from regard.errors import also, bad_type, bad_value, refuse_trace, shape_of
 from regard.masks import Causal, Hide, Keep, Mask, Padding
 
-__all__ = ["Operands", "batch_first", "functional_operands", "is_causal_mask", "operands", "project", "said_in_masks"]
+__all__ = [
+    "Operands",
+    "batch_first",
+    "functional_operands",
+    "is_causal_mask",
+    "operands",
+    "project",
+    "refused_as_by_torch",
+    "said_in_masks",
+]
 
 
 class Operands(NamedTuple):
@@ -108,7 +118,9 @@ def project(
     weight: Tensor | tuple[Tensor, Tensor, Tensor],
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Through the packed weight (3 W, W), in one product for self attention; or through three of them."""
+    """Through the packed weight (3 W, W), in one product for self attention; or through three of them. A bias of another
+    dtype is added as torch adds it: in that of the product."""
+    bias = None if bias is None else bias.to(query.dtype)
     if isinstance(weight, Tensor) and key is query and value is key:
         q, k, v = F.linear(query, weight, bias).chunk(3, dim=-1)
         return q, k, v
@@ -217,7 +229,10 @@ def batch_first(
 
     Tensors that were one object stay one, so that self attention is known by it.
     """
-    if query.is_nested:
+    for what, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise bad_type(what, expected="a tensor", received=type(x).__name__)
+    if query.is_nested or key.is_nested or value.is_nested:
         return _nested(compute, query, key, value, key_padding_mask, average=average)
 
     def turn(x: Tensor) -> Tensor:
@@ -242,13 +257,80 @@ def batch_first(
 def _nested(
     compute: Compute, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, *, average: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`nn.TransformerEncoder` hands its layers a nested tensor where it found padding: pad it, and nest the output."""
-    if key is not query or value is not query or key_padding_mask is not None:
-        raise bad_value("nested query", expected="self attention without key_padding_mask",
-                        received="other keys or values, or a key_padding_mask")  # fmt: skip
-    lengths = [item.shape[0] for item in query.unbind()]
-    padded = torch.nested.to_padded_tensor(query, 0.0)
-    hidden = torch.arange(padded.shape[1], device=query.device) >= torch.tensor(lengths, device=query.device)[:, None]
-    out, weights = compute(padded, padded, padded, hidden)
-    nested = torch.nested.as_nested_tensor([row[:length] for row, length in zip(out, lengths, strict=True)])
+    """Texts of different lengths as nested tensors, (B, n, W) each: pad them, and nest the output as the query is. The
+    weights, (B, N, M), stay padded."""
+    if not (query.is_nested and key.is_nested and value.is_nested) or key_padding_mask is not None:
+        raise bad_value("nested query, key, value", expected="all three nested, and no key_padding_mask",
+                        received=", ".join("nested" if x.is_nested else "not nested" for x in (query, key, value))
+                        + ("" if key_padding_mask is None else ", a key_padding_mask"),
+                        remedy="torch.nested.to_padded_tensor(x, 0.0)")  # fmt: skip
+    if not query.dim() == key.dim() == value.dim() == 3:
+        raise bad_value("nested query, key, value", expected="texts of shape (n, W)",
+                        received=f"{query.dim()}, {key.dim()} and {value.dim()} axes with that of the texts")  # fmt: skip
+    lengths, of_keys, of_values = ([item.shape[0] for item in x.unbind()] for x in (query, key, value))
+    if of_keys != of_values or len(of_keys) != len(lengths):
+        raise bad_value("nested query, key, value", expected="as many texts in each, keys as long as their values",
+                        received=f"lengths {lengths}, {of_keys} and {of_values}")  # fmt: skip
+    q = torch.nested.to_padded_tensor(query, 0.0)
+    k = q if key is query else torch.nested.to_padded_tensor(key, 0.0)
+    v = k if value is key else torch.nested.to_padded_tensor(value, 0.0)
+    hidden = torch.arange(k.shape[1], device=k.device) >= torch.tensor(of_keys, device=k.device)[:, None]
+    out, weights = compute(q, k, v, hidden)
+    rows = [row[:length] for row, length in zip(out, lengths, strict=True)]
+    if query.layout is torch.jagged and query.lengths() is None:  # type: ignore[attr-defined]
+        nested = torch.nested.nested_tensor_from_jagged(torch.cat(rows), query.offsets())  # type: ignore[attr-defined]
+    else:
+        nested = torch.nested.as_nested_tensor(rows, layout=query.layout)
     return nested, weights.mean(1) if average and weights is not None else weights
+
+
+@contextmanager
+def refused_as_by_torch(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    separate: tuple[Tensor | None, Tensor | None, Tensor | None],
+    bias_k: Tensor | None = None,
+    bias_v: Tensor | None = None,
+    add_zero_attn: bool = False,
+    **call: Any,
+) -> Iterator[None]:
+    """Where a call of an `nn.MultiheadAttention`'s stand-in raises, ask torch for the same; where it raises as well, the
+    error is of both types."""
+    refuse_trace("attention")
+    try:
+        yield
+    except Exception as error:
+        refusal = _refusal(module, query, key, value, separate, bias_k, bias_v, add_zero_attn, call)
+        if refusal is None or isinstance(error, type(refusal)):
+            raise
+        raise also(error, refusal) from None
+
+
+def _refusal(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    separate: tuple[Tensor | None, Tensor | None, Tensor | None],
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    call: dict[str, Any],
+) -> Exception | None:
+    """What torch raises for a call, if it does."""
+    packed = module.in_proj_weight
+    names = dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), separate, strict=True))
+    try:
+        if module.batch_first and query.dim() == 3:
+            query, key, value = (x.transpose(0, 1) if x.dim() == 3 else x for x in (query, key, value))
+        F.multi_head_attention_forward(
+            query, key, value, module.embed_dim, module.num_heads, packed, module.in_proj_bias, bias_k, bias_v,
+            add_zero_attn, 0.0, module.out_proj.weight, module.out_proj.bias, training=False,
+            use_separate_proj_weight=packed is None, **names, **call,
+        )  # fmt: skip
+    except Exception as refusal:
+        return refusal
+    return None

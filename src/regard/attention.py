@@ -10,14 +10,14 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from regard import kernels
-from regard.errors import bad_type, bad_value, refuse_trace, shape_of
+from regard.errors import bad_type, bad_value, refuse_trace, shape_of, unknown_argument
 from regard.kernels import Call, blockwise, native, reference
 from regard.kernels.dropout import Dropout, new_seed
 from regard.kernels.tracing import traced
@@ -93,6 +93,7 @@ def attend(
     generator: torch.Generator | None = None,
     kernel: str = "auto",
     spread: Spread | None = None,
+    **unknown: NoReturn,
 ) -> Tensor:
     """Scaled dot-product attention of every head: softmax(q k^T * scale) v.
 
@@ -124,6 +125,8 @@ def attend(
     >>> attend(q, k, v, mask=regard.masks.Causal()).shape
     torch.Size([2, 3, 5, 7])
     """
+    if unknown:
+        raise unknown_argument("function", attend, unknown)
     if has_torch_function((q, k, v)):
         return handle_torch_function(
             attend,
@@ -179,6 +182,7 @@ def attention_weights(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     stage: str = "weights",
+    **unknown: NoReturn,
 ) -> Tensor:
     """The weights themselves, (B, H, N, M): the only place that builds them. Before dropout; rows sum to 1 (below 1
     with sinks, 0 where a query may see nothing).
@@ -189,6 +193,8 @@ def attention_weights(
     >>> attention_weights(q, k)[0, 0, 0]  # [1, e] / (1 + e)
     tensor([0.2689, 0.7311])
     """
+    if unknown:
+        raise unknown_argument("function", attention_weights, unknown)
     if stage not in reference.STAGES:
         raise bad_value("stage", expected=f"one of {reference.STAGES}", received=repr(stage))
     call = prepare(
@@ -225,6 +231,7 @@ def measure(
     ids: Tensor | None = None,
     out_weight: Tensor | None = None,
     kernel: str = "auto",
+    **unknown: NoReturn,
 ) -> Measurements:
     """What every head attends to, exactly, in O(N) memory: the N x M weights are never built.
 
@@ -247,6 +254,8 @@ def measure(
     >>> found.received[0, 1], found.output.shape
     (tensor([1., 1., 1.]), torch.Size([1, 2, 3, 5]))
     """
+    if unknown:
+        raise unknown_argument("function", measure, unknown)
     call = prepare(
         q,
         k,
@@ -321,8 +330,11 @@ def prepare(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
     generator: torch.Generator | None = None,
+    **unknown: NoReturn,
 ) -> Call:
     """Check what the caller gave and lower it to a `Call`."""
+    if unknown:
+        raise unknown_argument("function", attend, unknown)
     refuse_trace("attention")
     for what, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):

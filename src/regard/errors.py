@@ -9,13 +9,26 @@ A broken invariant of our own is an `assert`, never one of these.
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-__all__ = ["also", "bad_type", "bad_value", "is_panic", "missing_extra", "no_torchscript", "refuse_trace", "shape_of"]
+__all__ = [
+    "also",
+    "bad_type",
+    "bad_value",
+    "is_panic",
+    "missing_extra",
+    "no_torchscript",
+    "refuse_trace",
+    "shape_of",
+    "unknown_argument",
+]
 
 
 def _sentence(what: str, expected: str, received: object, remedy: str) -> str:
@@ -98,3 +111,84 @@ def refuse_trace(what: str) -> None:
             received="a call under torch.jit.trace, which does not record our kernels",
             remedy="torch.export.export(model, args); for ONNX torch.onnx.export(model, args, dynamo=True)",
         )
+
+
+# Arguments as others name them (nn.MultiheadAttention, F.scaled_dot_product_attention, transformers): what to write here.
+# Where it is not the same for all, by where it was given: to the constructor "MultiHeadAttention", to the "layer" that is
+# called, to a "function" such as attend.
+_IN_THE_CALL = "it belongs to the call: layer(x, {}=...)"
+_IN_THE_CONSTRUCTOR = "it belongs to the constructor: MultiHeadAttention(..., {}=...)"
+_NOT_EXPANDED = "leave it out: k and v may have fewer heads than q"
+_MASK = (
+    "mask=masks.Hide({0}) for a boolean one in which True hides (as of nn.MultiheadAttention), mask={0} for one in which "
+    "True may attend (as of scaled_dot_product_attention), bias={0} for floats that are added"
+)
+INSTEAD: dict[str, str | dict[str, str]] = {
+    "attn_mask": _MASK,
+    "src_mask": _MASK,
+    "tgt_mask": _MASK,
+    "key_padding_mask": "mask=masks.Padding(keep=~key_padding_mask), for True hides there",
+    "src_key_padding_mask": "mask=masks.Padding(keep=~src_key_padding_mask), for True hides there",
+    "padding_mask": "mask=masks.Padding(keep=...), True for real tokens",
+    "attention_mask": "mask=masks.Padding(keep=attention_mask.bool()) for a tokenizer's, (B, M)",
+    "is_causal": "mask=masks.Causal()",
+    "causal": "mask=masks.Causal()",
+    "batch_first": "leave it out: inputs are (B, N, W); x.transpose(0, 1) for others",
+    "need_weights": {
+        "MultiHeadAttention": _IN_THE_CALL,
+        "function": "regard.attention_weights(q, k, ...) gives the weights",
+    },
+    "average_attn_weights": "leave it out: weights are of each head, (B, H, N, M), and weights.mean(1) is their average",
+    "output_attentions": {"layer": "need_weights=True", "function": "regard.attention_weights(q, k, ...)"},
+    "kdim": "key_dim=",
+    "vdim": "value_dim=",
+    "add_bias_kv": "none here; regard.swap(nn.MultiheadAttention(..., add_bias_kv=True)) keeps it",
+    "add_zero_attn": {
+        "MultiHeadAttention": "sinks=True, a logit in the denominator, learned, which begins at the 0 that add_zero_attn has",
+        "function": "sinks=torch.zeros(H)",
+    },
+    "dropout_p": {"function": "dropout=", "layer": _IN_THE_CONSTRUCTOR.format("dropout")},
+    "attn_dropout": "dropout=",
+    "enable_gqa": {"function": _NOT_EXPANDED, "layer": _NOT_EXPANDED, "MultiHeadAttention": "num_kv_heads="},
+    "device": "MultiHeadAttention(...).to(device)",
+    "dtype": "MultiHeadAttention(...).to(dtype)",
+    "num_key_value_heads": "num_kv_heads=",
+    "num_attention_heads": "num_heads=",
+    "hidden_size": "embed_dim=",
+    "qkv_bias": "bias=",
+    "position_ids": "positions=",
+    "past_key_value": "cache=regard.KVCache()",
+    "past_key_values": "cache=regard.KVCache()",
+    "use_cache": "cache=regard.KVCache()",
+    "attn_bias": "bias=",
+    "window": "mask=masks.Window(size)",
+    "window_size": "mask=masks.Window(size)",
+    "sliding_window": "mask=masks.Window(size)",
+    "static_k": "regard.attend(q, k, v), which takes heads",
+    "static_v": "regard.attend(q, k, v), which takes heads",
+}
+_OF_THE_CALL = ("mask", "bias", "positions", "cache", "need_weights")
+_OF_THE_CONSTRUCTOR = ("dropout", "scale", "softcap", "sinks", "kernel", "position_encoding", "qk_norm", "num_kv_heads")
+
+
+def unknown_argument(place: str, function: Callable[..., Any], unknown: Mapping[str, Any]) -> TypeError:
+    """The error for keyword arguments that there are not, saying what to write instead; `place` is "MultiHeadAttention",
+    "layer" or "function".
+
+    >>> from regard import attend
+    >>> str(unknown_argument("function", attend, {"is_causal": True}))
+    'attend: expected arguments of its own, received is_causal=; remedy: mask=masks.Causal()'
+    """
+    name = next(iter(unknown))
+    instead = INSTEAD.get(name, "")
+    remedy = instead.get(place, "") if isinstance(instead, dict) else instead
+    if not remedy and place == "MultiHeadAttention" and name in _OF_THE_CALL:
+        remedy = _IN_THE_CALL
+    if not remedy and place == "layer" and name in _OF_THE_CONSTRUCTOR:
+        remedy = _IN_THE_CONSTRUCTOR
+    if not remedy:
+        known = [known for known in inspect.signature(function).parameters if known not in ("self", "unknown")]
+        near = difflib.get_close_matches(name, known, n=1)
+        remedy = f"the nearest is {near[0]}=" if near else f"there are {', '.join(known)}"
+    what = {"layer": "the call of MultiHeadAttention", "function": function.__name__}.get(place, place)
+    return bad_type(what, expected="arguments of its own", received=f"{name}=", remedy=remedy.format(name))

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from regard.attention import BiasLike, attend, attention_weights
 from regard.cache import KVCache, RollingCache, Slots
 from regard.configurations import Configuration, configuration
-from regard.errors import bad_type, bad_value, no_torchscript, refuse_trace, shape_of
+from regard.errors import bad_type, bad_value, no_torchscript, refuse_trace, shape_of, unknown_argument
 from regard.kernels.tracing import traced
 from regard.linear import project, project_each
 from regard.masks import Mask, as_mask
@@ -88,8 +88,11 @@ class MultiHeadAttention(nn.Module):
         sinks: bool = False,
         init: Literal["xavier", "normal"] = "xavier",
         kernel: str = "auto",
+        **unknown: NoReturn,
     ) -> None:
         super().__init__()
+        if unknown:
+            raise unknown_argument("MultiHeadAttention", MultiHeadAttention.__init__, unknown)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         _check_sizes(
             dropout,
@@ -214,6 +217,7 @@ class MultiHeadAttention(nn.Module):
         positions: Tensor | None = None,
         cache: KVCache | RollingCache | None = None,
         need_weights: bool = False,
+        **unknown: NoReturn,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend from `query` to `key` and `value`.
 
@@ -231,6 +235,8 @@ class MultiHeadAttention(nn.Module):
         """
         refuse_trace("attention")
         with nullcontext() if self.spread is None else self.spread.refusing():
+            if unknown:
+                raise unknown_argument("layer", MultiHeadAttention.forward, unknown)
             _check_types(query, key, value, cache)
         if query.dim() == 2:
             value = None if value is None or value is key else self.like(value[None], value)

@@ -366,7 +366,12 @@ class Padding(Mask):
         if keep is not None:
             keep = _booleans("Padding keep", keep)
             if keep.dim() != 2:
-                raise bad_value("Padding keep", expected="a boolean tensor (B, M)", received=f"shape {shape_of(keep)}")
+                raise bad_value(
+                    "Padding keep",
+                    expected="a boolean tensor (B, M)",
+                    received=f"shape {shape_of(keep)}",
+                    remedy="keep[None] for one text" if keep.dim() == 1 else "masks.Keep for (B, N, M) or (B, H, N, M)",
+                )
         self.lengths, self.keep = lengths, keep
 
     def block(self, tile: Tile) -> Tensor:
@@ -465,7 +470,7 @@ class Keep(Mask):
                 name,
                 expected="shape (N, M), (B, N, M) or (B, H, N, M)",
                 received=f"shape {shape_of(tensor)}",
-                remedy="padding is masks.Padding(keep=...)",
+                remedy=f"masks.Padding(keep={'' if self.sense else '~'}t[None]) for a mask of keys (M,)",
             )
         if tensor.dim() == 3:
             tensor = tensor[:, None]
@@ -494,9 +499,12 @@ class Keep(Mask):
         if any(got not in (1, want) for got, want in zip(shape, (batch, heads, queries, keys), strict=True)):
             remedy = "give the mask one of the shapes (N, M), (B, N, M), (B, H, N, M)"
             if shape[:2] == (1, 1) and shape[2:] == (batch, keys):
-                remedy = "a (B, M) mask of real tokens is masks.Padding(keep=...)"
-            elif shape[1] == 1 and shape[0] not in (1, batch):
-                remedy = "a mask per head is (1, H, N, M)"
+                padding = "t) is for a (B, M) mask of real tokens" if self.sense else "~t) is for a (B, M) mask of padding"
+                remedy = f"masks.Padding(keep={padding}"
+            elif shape[1] == 1 and shape[0] == heads:
+                remedy = f"a mask per head is (1, H, N, M): masks.{name}(t[None])"
+            elif shape[1] == 1 and shape[0] == batch * heads:
+                remedy = f"a mask per text and head is (B, H, N, M): masks.{name}(t.unflatten(0, ({batch}, {heads})))"
             raise bad_value(
                 name,
                 expected=f"a mask that broadcasts to (B, H, N, M) = {(batch, heads, queries, keys)}",
@@ -642,7 +650,7 @@ def as_mask(mask: Mask | Tensor) -> Mask:
         "mask",
         expected="a regard.masks.Mask or a boolean tensor (True = may attend)",
         received=type(mask).__name__,
-        remedy="masks.Causal(), masks.Padding(...), masks.Keep(t)",
+        remedy="masks.Causal(), masks.Padding(lengths=...), or masks.Keep(torch.as_tensor(mask)) of booleans",
     )
 
 
@@ -724,11 +732,39 @@ def _booleans(what: str, tensor: object) -> Tensor:
         raise bad_type(
             "mask" if what == "Keep" else what,
             expected=f"a boolean tensor (True = may {'not ' if what == 'Hide' else ''}attend)",
-            received=f"dtype {tensor.dtype}",
-            remedy="masks.Keep(t != 0) where nonzero means visible, masks.Hide(t != 0) where it means hidden "
-            "(masks.Keep(t) and masks.Hide(t) for booleans), bias=t to add it to the scores",
+            received=f"dtype {tensor.dtype}, shape {shape_of(tensor)}",
+            remedy=_as_booleans(what, tensor),
         )
     return tensor
+
+
+def _as_booleans(what: str, tensor: Tensor) -> str:
+    """What to write instead of numbers. Where all of them are 0 or hugely negative, 0 is what may be seen."""
+    added = tensor.is_floating_point() and _is_added(tensor)
+    if what == "Padding keep":
+        return "Padding(keep=t == 0), for it is 0 at real tokens" if added else "Padding(keep=t.bool())"
+    if added:
+        other = "masks.Hide(t != 0)" if what == "Hide" else "masks.Keep(t == 0)"
+        return f"bias=t, which adds it to the scores, or {other}, for it is 0 where a query may attend"
+    same, opposite = ("Hide", "hidden") if what == "Hide" else ("Keep", "visible")
+    remedy = f"masks.{same}(t != 0) where nonzero means {opposite}"
+    if what == "Keep":
+        remedy += ", masks.Hide(t != 0) where it means hidden"
+    if tensor.is_floating_point():
+        return f"{remedy}, bias=t to add it to the scores"
+    if tensor.dim() == 2:  # what tokenizers give
+        real = "t.bool()" if what == "Keep" else "t == 0"
+        return f"masks.Padding(keep={real}) for a (B, M) mask of {'real tokens' if what == 'Keep' else 'padding'}; for one (N, M) {remedy}"
+    return remedy
+
+
+def _is_added(tensor: Tensor) -> bool:
+    """Whether a mask is one that is added to scores: 0, or so little that nothing is left of a weight."""
+    try:
+        little = tensor <= -1e4
+        return bool(little.any()) and bool((little | (tensor == 0)).all())
+    except RuntimeError:  # no numbers to look at: a compiler's, or of torch.func
+        return False
 
 
 def _fits(what: str, tensor: Tensor, *axes: tuple[str, int], exact: tuple[str, ...] = ()) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value, shape_of
 from regard.layer import AttentionBlock, MultiHeadAttention
@@ -60,7 +61,7 @@ def names() -> list[str]:
 
 def load(
     state_dict: Mapping[str, Tensor],
-    num_heads: int,
+    num_heads: int | None = None,
     *,
     prefix: str = "",
     layout: str = "auto",
@@ -88,6 +89,7 @@ def load(
     >>> torch.allclose(ours(x), theirs(x, x, x)[0], atol=1e-6)
     True
     """
+    num_heads = _check_given(state_dict, num_heads)
     found, chosen = _select(state_dict, prefix, layout)
     beside = [key for key in ("norm.weight", "norm.bias") if chosen.keys.get(key) in found]
     if beside:
@@ -99,7 +101,7 @@ def load(
 
 def load_block(
     state_dict: Mapping[str, Tensor],
-    num_heads: int,
+    num_heads: int | None = None,
     *,
     prefix: str = "",
     layout: str = "auto",
@@ -121,6 +123,7 @@ def load_block(
     >>> load_block(export(block, "bert"), num_heads=2)(torch.randn(1, 3, 6)).shape
     torch.Size([1, 3, 6])
     """
+    num_heads = _check_given(state_dict, num_heads)
     found, chosen = _select(state_dict, prefix, layout)
     if chosen.keys.get("norm.weight") not in found:
         raise bad_value("state_dict", expected="a LayerNorm beside the attention layer", received=sorted(found),
@@ -190,6 +193,20 @@ def _turned(
     if (stored is None and wanted is None) or (stored or own) == (wanted or own):
         return tensors
     return convert_pairs(tensors, heads, kv_heads, wanted or own, rotary.width if rotary is not None else None)
+
+
+def _check_given(state_dict: object, num_heads: int | None) -> int:
+    """The number of heads. Raises where either was not given, or a module for its state dict."""
+    if not isinstance(state_dict, Mapping):
+        heads = getattr(state_dict, "num_heads", "...") if num_heads is None else num_heads
+        remedy = "safetensors.torch.load_file(path)" if isinstance(state_dict, (str, os.PathLike)) else (
+            f"layouts.load(module.state_dict(), num_heads={heads})" if isinstance(state_dict, nn.Module) else "")  # fmt: skip
+        raise bad_type("state_dict", expected="names and tensors, as module.state_dict() gives them",
+                       received=type(state_dict).__name__, remedy=remedy)  # fmt: skip
+    if num_heads is None:
+        raise bad_type("num_heads", expected="the number of heads, which no state dict tells", received="None",
+                       remedy="layouts.load(state_dict, num_heads=...)")  # fmt: skip
+    return num_heads
 
 
 def _named(name: str) -> Layout:

@@ -96,8 +96,12 @@ class DenseBias(Bias):
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         wanted = (batch, heads, queries, keys)
         if any(got not in (1, want) for got, want in zip(self.weight.shape, wanted, strict=True)):
+            of_keys = self.weight.shape == (1, 1, batch, keys)
             raise bad_value(
-                "bias", expected=f"a tensor that broadcasts to (B, H, N, M) = {wanted}", received=shape_of(self.weight)
+                "bias",
+                expected=f"a tensor that broadcasts to (B, H, N, M) = {wanted}",
+                received=shape_of(self.weight),
+                remedy="bias[:, None, None] for one of keys, (B, M)" if of_keys else "",
             )
 
 
@@ -288,14 +292,16 @@ def as_biases(bias: Any) -> tuple[Bias, ...]:
                 "bias",
                 expected="a floating-point tensor, added to the scores",
                 received=f"dtype {bias.dtype}",
-                remedy="a boolean mask goes to mask=, where True means: may attend",
+                remedy="a boolean mask goes to mask=, where True means: may attend"
+                if bias.dtype is torch.bool
+                else "bias.to(q.dtype)",
             )
         if bias.dim() not in (2, 4):
             raise bad_value(
                 "bias",
                 expected="shape (N, M) or (B, H, N, M)",
                 received=f"shape {shape_of(bias)}",
-                remedy="unsqueeze the missing axes",
+                remedy="bias[:, None] for (B, N, M), bias[None] for (H, N, M), bias[None] for (M,)",
             )
         return (DenseBias(bias if bias.dim() == 4 else bias[None, None]),)
     if hasattr(bias, "as_bias"):

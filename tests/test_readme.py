@@ -1,4 +1,5 @@
-"""The README's Python blocks run, in order, as one program; what it says they print is what they print."""
+"""The Python blocks of the README and of docs/from_torch.md run, in order, as one program each; what is said that they
+print is what they print."""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ README = ROOT / "README.md"
 BLOCK = re.compile(r"```(\w+(?: \w+)?)\n(.*?)```", re.DOTALL)
 
 
-def test_the_readme_runs_and_prints_what_it_says(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "from_torch.md"], ids=lambda page: page.name)
+def test_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)  # it writes files
-    blocks = BLOCK.findall(README.read_text(encoding="utf-8"))
+    blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
     assert [language for language, _ in blocks].count("python") >= 4
     names: dict[str, object] = {}
     printed = ""
@@ -29,7 +31,7 @@ def test_the_readme_runs_and_prints_what_it_says(tmp_path, monkeypatch) -> None:
         if language == "python":
             out = io.StringIO()
             with contextlib.redirect_stdout(out):
-                exec(compile(text, str(README), "exec"), names)
+                exec(compile(text, str(page), "exec"), names)
             printed = out.getvalue()
         elif language == "text" and ("native" in available() or not text.startswith("native: chosen")):
             assert printed.strip() == text.strip()

@@ -3,9 +3,10 @@
 `KVCache` grows and keeps everything. `RollingCache` is bounded: it keeps the first few tokens and the last `window`.
 
 A layer asks a cache to `extend` itself by new keys and values, and gets all of them back together with where they stand
-(`Slots`), so that masks and rotary are right. It does so `attending`, after which a cache may forget. What was held before
-is never written over, so a call that fails, of one layer or of several (`together`), is undone by taking back what the
-caches referred to before it.
+(`Slots`), so that masks and rotary are right. It does so `attending`, after which a cache may forget.
+
+Tokens that are held are never written over. So a call that fails, of one layer or of several (`together`), is undone by
+going back to the tensors and lengths from before it.
 
 Letters: B batch, G kv heads, N new tokens, M slots after appending, D head width of keys, E head width of values.
 """
@@ -109,9 +110,10 @@ class KVCache:
             only. False appends what cross attention is given in each call: a memory that comes in pieces. By default
             as False, but the same memory once more is refused.
 
-    It belongs to the layer that filled it, until `clear()`: another layer raises. With `once=True` another memory raises,
-    too, until `clear()` (compared by its numbers, unless it is the same tensor; a tensor of inference mode that was changed
-    in place goes unnoticed). Copies belong to nobody yet. None of this is checked in compiled code.
+    It belongs to the layer that filled it, until `clear()`: another layer raises. A copy belongs to no layer yet. With
+    `once=True` another memory raises, too, until `clear()`: the same tensor is known by its identity (in inference mode
+    torch does not tell whether it was changed in place), others are compared by their numbers. Compiled code checks
+    neither.
 
     Rows of different lengths: append padded on the right, then `truncate(lengths)`; each row goes on at its own length.
 
@@ -565,7 +567,7 @@ class RollingCache:
 
 @contextmanager
 def together(caches: Iterable[KVCache | RollingCache]) -> Iterator[None]:
-    """Around one call of several layers: where it fails, or is interrupted, all of their caches are as they were before.
+    """Around one call of several layers: where it fails or is interrupted, all of their caches are as they were before.
 
     Without it a call that ends between two layers leaves one cache longer than the next.
 

@@ -66,8 +66,8 @@ def shape_of(tensor: Tensor) -> str:
 
 
 def also(error: Exception, other: Exception) -> Exception:
-    """`error` as an instance of the other's type, too, and with its words: who replaces a function of torch's is caught by
-    whoever caught that function's errors.
+    """`error` as an instance of the other's type, too, and with its words: whoever caught the error of a function of
+    torch's also catches that of its replacement.
 
     >>> both = also(bad_value("mask", expected="2 axes", received="1"), AssertionError("expected 2-D"))
     >>> isinstance(both, ValueError), isinstance(both, AssertionError)
@@ -113,15 +113,15 @@ def refuse_trace(what: str) -> None:
         )
 
 
-# Arguments as others name them (nn.MultiheadAttention, F.scaled_dot_product_attention, transformers): what to write here.
-# Where it is not the same for all, by where it was given: to the constructor "MultiHeadAttention", to the "layer" that is
-# called, to a "function" such as attend.
+# Arguments as others name them (nn.MultiheadAttention, scaled_dot_product_attention, transformers): what to write here.
+# A dict says it by where it was given: to the constructor "MultiHeadAttention", to the "layer" that is called, to a
+# "function" such as attend.
 _IN_THE_CALL = "it belongs to the call: layer(x, {}=...)"
 _IN_THE_CONSTRUCTOR = "it belongs to the constructor: MultiHeadAttention(..., {}=...)"
 _NOT_EXPANDED = "leave it out: k and v may have fewer heads than q"
 _MASK = (
-    "mask=masks.Hide({0}) for a boolean one in which True hides (as of nn.MultiheadAttention), mask={0} for one in which "
-    "True may attend (as of scaled_dot_product_attention), bias={0} for floats that are added"
+    "mask=masks.Hide({0}) for a boolean one in which True hides (as of nn.MultiheadAttention), mask={0} for one in "
+    "which True may attend (as of scaled_dot_product_attention), bias={0} for floats that are added"
 )
 INSTEAD: dict[str, str | dict[str, str]] = {
     "attn_mask": _MASK,
@@ -138,13 +138,13 @@ INSTEAD: dict[str, str | dict[str, str]] = {
         "MultiHeadAttention": _IN_THE_CALL,
         "function": "regard.attention_weights(q, k, ...) gives the weights",
     },
-    "average_attn_weights": "leave it out: weights are of each head, (B, H, N, M), and weights.mean(1) is their average",
+    "average_attn_weights": "leave it out: weights are of each head, (B, H, N, M); weights.mean(1) is their average",
     "output_attentions": {"layer": "need_weights=True", "function": "regard.attention_weights(q, k, ...)"},
     "kdim": "key_dim=",
     "vdim": "value_dim=",
     "add_bias_kv": "none here; regard.swap(nn.MultiheadAttention(..., add_bias_kv=True)) keeps it",
     "add_zero_attn": {
-        "MultiHeadAttention": "sinks=True, a logit in the denominator, learned, which begins at the 0 that add_zero_attn has",
+        "MultiHeadAttention": "sinks=True, a learned logit in the denominator, which begins at the 0 of add_zero_attn",
         "function": "sinks=torch.zeros(H)",
     },
     "dropout_p": {"function": "dropout=", "layer": _IN_THE_CONSTRUCTOR.format("dropout")},
@@ -172,8 +172,7 @@ _OF_THE_CONSTRUCTOR = ("dropout", "scale", "softcap", "sinks", "kernel", "positi
 
 
 def unknown_argument(place: str, function: Callable[..., Any], unknown: Mapping[str, Any]) -> TypeError:
-    """The error for keyword arguments that there are not, saying what to write instead; `place` is "MultiHeadAttention",
-    "layer" or "function".
+    """The error for keyword arguments that there are not, saying what to write instead; `place` is as in `INSTEAD`.
 
     >>> from regard import attend
     >>> str(unknown_argument("function", attend, {"is_causal": True}))

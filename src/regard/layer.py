@@ -286,9 +286,8 @@ class MultiHeadAttention(nn.Module):
             weights = None
             if need_weights:
                 weights = attention_weights(q, k, **options) if spread is None else spread.weights(q, k, **options)
-            out = project(
-                self.out_proj, out.transpose(1, 2).flatten(2)
-            )  # heads side by side: (B, N, H * E) to (B, N, W)
+            # heads side by side, (B, N, H * E) -> (B, N, W)
+            out = project(self.out_proj, out.transpose(1, 2).flatten(2))
             out = out if spread is None else spread.marked(out)
         return out if weights is None else (out, weights)
 

@@ -499,8 +499,8 @@ class Keep(Mask):
         if any(got not in (1, want) for got, want in zip(shape, (batch, heads, queries, keys), strict=True)):
             remedy = "give the mask one of the shapes (N, M), (B, N, M), (B, H, N, M)"
             if shape[:2] == (1, 1) and shape[2:] == (batch, keys):
-                padding = "t) is for a (B, M) mask of real tokens" if self.sense else "~t) is for a (B, M) mask of padding"
-                remedy = f"masks.Padding(keep={padding}"
+                keep, what = ("t", "real tokens") if self.sense else ("~t", "padding")
+                remedy = f"masks.Padding(keep={keep}) is for a (B, M) mask of {what}"
             elif shape[1] == 1 and shape[0] == heads:
                 remedy = f"a mask per head is (1, H, N, M): masks.{name}(t[None])"
             elif shape[1] == 1 and shape[0] == batch * heads:
@@ -746,15 +746,14 @@ def _as_booleans(what: str, tensor: Tensor) -> str:
     if added:
         other = "masks.Hide(t != 0)" if what == "Hide" else "masks.Keep(t == 0)"
         return f"bias=t, which adds it to the scores, or {other}, for it is 0 where a query may attend"
-    same, opposite = ("Hide", "hidden") if what == "Hide" else ("Keep", "visible")
-    remedy = f"masks.{same}(t != 0) where nonzero means {opposite}"
-    if what == "Keep":
-        remedy += ", masks.Hide(t != 0) where it means hidden"
+    remedy, keep, of = "masks.Keep(t != 0) where nonzero means visible, ", "t.bool()", "real tokens"
+    if what == "Hide":
+        remedy, keep, of = "", "t == 0", "padding"
+    remedy += "masks.Hide(t != 0) where it means hidden"
     if tensor.is_floating_point():
         return f"{remedy}, bias=t to add it to the scores"
     if tensor.dim() == 2:  # what tokenizers give
-        real = "t.bool()" if what == "Keep" else "t == 0"
-        return f"masks.Padding(keep={real}) for a (B, M) mask of {'real tokens' if what == 'Keep' else 'padding'}; for one (N, M) {remedy}"
+        return f"masks.Padding(keep={keep}) for a (B, M) mask of {of}; for one (N, M) {remedy}"
     return remedy
 
 

@@ -1,11 +1,11 @@
-"""A swapped `nn.MultiheadAttention` beside torch's own where a call is unusual: what torch refuses is refused by an error
-of the same type, what torch computes is computed, and what cannot be served is refused in words."""
+"""A swapped `nn.MultiheadAttention` beside torch's own where a call is unusual: what torch refuses is refused by an
+error of the same type, what torch computes is computed, and what cannot be served is refused in words."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,9 +20,8 @@ TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
+def _seeded() -> None:
     torch.manual_seed(0)
-    yield
 
 
 def pair(split: bool = False, **options: Any) -> tuple[nn.Module, nn.Module]:
@@ -134,7 +133,7 @@ def test_inputs_of_another_dtype_than_the_weights_are_refused_as_by_torch() -> N
     theirs, ours = pair()
     for args in ((q().float(), k(), k()), (q(), k().float(), k()), (q(), k(), k().half())):
         for module in (theirs, ours):
-            with pytest.raises(RuntimeError, match="must have the same dtype|to have the same dtype"):
+            with pytest.raises(RuntimeError, match=r"must have the same dtype|to have the same dtype"):
                 module(*args)
 
 
@@ -191,7 +190,11 @@ def test_nested_texts_that_do_not_fit_are_refused() -> None:
         ((x, q(), q()), {}, "received nested, not nested, not nested"),
         ((q(), x, x), {}, "received not nested, nested, nested"),
         ((x, x, x), {"key_padding_mask": torch.zeros(2, 6).bool()}, "a key_padding_mask"),
-        ((x, nested([4], torch.strided), nested([4], torch.strided)), {}, r"received lengths \[4, 6\], \[4\] and \[4\]"),
+        (
+            (x, nested([4], torch.strided), nested([4], torch.strided)),
+            {},
+            r"received lengths \[4, 6\], \[4\] and \[4\]",
+        ),
         ((x, x, nested([5, 6], torch.strided)), {}, r"received lengths \[4, 6\], \[4, 6\] and \[5, 6\]"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -238,7 +241,7 @@ def test_a_trace_of_the_function_is_refused_and_an_export_serves() -> None:
             return regard.attend(x, x, x, mask=Causal())
 
     for call in (lambda x: regard.attend(x, x, x), lambda x: regard.measure(x, x).entropy):
-        with pytest.raises(TypeError, match="received a call under torch.jit.trace"):
+        with pytest.raises(TypeError, match=r"received a call under torch.jit.trace"):
             torch.jit.trace(call, (x,))
     program = torch.export.export(Attend(), (x,))  # as the remedy says
     torch.testing.assert_close(program.module()(x), regard.attend(x, x, x, mask=Causal()))

@@ -455,5 +455,7 @@ def test_calls_that_cannot_be_meant() -> None:
     with pytest.raises(ValueError, match=r"query, key, value: expected three of 3 axes, or three of 2 without a batch"):
         ours(drawn(N, W), drawn(N, B, W), drawn(N, B, W))
     nested = torch.nested.as_nested_tensor([drawn(3, W), drawn(5, W)])
-    with pytest.raises(ValueError, match=r"nested query: expected self attention without key_padding_mask"):
+    with pytest.raises(
+        ValueError, match=r"nested query, key, value: expected all three nested, and no key_padding_mask"
+    ):
         ours(nested, nested, drawn(2, 5, W))

@@ -846,3 +846,18 @@ def test_a_blank_model_has_shapes_and_no_numbers(llama):
     assert {name: p.shape for name, p in model.state_dict().items()} == {
         name: p.shape for name, p in models.load(llama).state_dict().items()
     }
+
+
+def test_a_copy_of_the_weights_does_not_change_with_the_file(llama):
+    """The file is overwritten in place, after two models were loaded of it: only the one that maps it may notice."""
+    copied, mapped = models.load(llama, mmap=False), models.load(llama)
+    before = {name: parameter.clone() for name, parameter in copied.named_parameters()}
+    assert mapped.blocks[0].attention.q_proj.weight.sum() == before["blocks.0.attention.q_proj.weight"].sum()
+    path = llama / "model.safetensors"
+    size = path.stat().st_size
+    start = 8 + int.from_bytes(path.read_bytes()[:8], "little")  # the numbers begin after the header
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(b"\x01" * (size - start))
+    for name, parameter in copied.named_parameters():
+        assert torch.equal(parameter, before[name]), name

@@ -198,9 +198,11 @@ def _turned(
 def _check_given(state_dict: object, num_heads: int | None) -> int:
     """The number of heads. Raises where either was not given, or a module for its state dict."""
     if not isinstance(state_dict, Mapping):
-        heads = getattr(state_dict, "num_heads", "...") if num_heads is None else num_heads
-        remedy = "safetensors.torch.load_file(path)" if isinstance(state_dict, (str, os.PathLike)) else (
-            f"layouts.load(module.state_dict(), num_heads={heads})" if isinstance(state_dict, nn.Module) else "")  # fmt: skip
+        heads, remedy = getattr(state_dict, "num_heads", "...") if num_heads is None else num_heads, ""
+        if isinstance(state_dict, nn.Module):
+            remedy = f"layouts.load(module.state_dict(), num_heads={heads})"
+        elif isinstance(state_dict, (str, os.PathLike)):
+            remedy = "safetensors.torch.load_file(path)"
         raise bad_type("state_dict", expected="names and tensors, as module.state_dict() gives them",
                        received=type(state_dict).__name__, remedy=remedy)  # fmt: skip
     if num_heads is None:

@@ -25,8 +25,8 @@ def swap(model: Model, split: bool = False) -> Model:
     projection, never NaN, where a query may see nothing; weights are those before dropout; `forward` and hooks run
     inside `nn.TransformerEncoder` in evaluation too (its fast paths would go around them). `is_causal=True` is a hint
     that `attn_mask` is the causal one; where it is not, the mask counts (torch believes the hint, or not, by whether
-    weights are needed). Here it also goes without a mask. What both refuse is an error of both kinds, with the words
-    of both. Nested tensors are served with gradient and in cross attention, too. TorchScript is refused.
+    weights are needed). Here it also goes without a mask. What torch refuses, too, is an error of its type, with the
+    words of both. Nested tensors are served with gradient and in cross attention, too. TorchScript is refused.
 
     Args:
         model: any module; if it is an `nn.MultiheadAttention` itself, what replaces it is returned. Give the outermost

@@ -118,8 +118,8 @@ def project(
     weight: Tensor | tuple[Tensor, Tensor, Tensor],
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Through the packed weight (3 W, W), in one product for self attention; or through three of them. A bias of another
-    dtype is added as torch adds it: in that of the product."""
+    """Through the packed weight (3 W, W), in one product for self attention; or through three of them. A bias of
+    another dtype is added as torch adds it: in that of the product."""
     bias = None if bias is None else bias.to(query.dtype)
     if isinstance(weight, Tensor) and key is query and value is key:
         q, k, v = F.linear(query, weight, bias).chunk(3, dim=-1)
@@ -266,7 +266,7 @@ def _nested(
                         remedy="torch.nested.to_padded_tensor(x, 0.0)")  # fmt: skip
     if not query.dim() == key.dim() == value.dim() == 3:
         raise bad_value("nested query, key, value", expected="texts of shape (n, W)",
-                        received=f"{query.dim()}, {key.dim()} and {value.dim()} axes with that of the texts")  # fmt: skip
+                        received=f"{query.dim()}, {key.dim()}, {value.dim()} axes with that of texts")  # fmt: skip
     lengths, of_keys, of_values = ([item.shape[0] for item in x.unbind()] for x in (query, key, value))
     if of_keys != of_values or len(of_keys) != len(lengths):
         raise bad_value("nested query, key, value", expected="as many texts in each, keys as long as their values",
@@ -297,8 +297,8 @@ def refused_as_by_torch(
     add_zero_attn: bool = False,
     **call: Any,
 ) -> Iterator[None]:
-    """Where a call of an `nn.MultiheadAttention`'s stand-in raises, ask torch for the same; where it raises as well, the
-    error is of both types."""
+    """Where a call of what replaces an `nn.MultiheadAttention` raises, ask torch for the same; where it raises as well,
+    the error is of both types."""
     refuse_trace("attention")
     try:
         yield

@@ -184,8 +184,8 @@ class Decoder(TextModel):
         cache: Cache | None = None,
     ) -> Iterator[str]:
         """As `generate` for one text, piece by piece as tokens come. With `max_new_tokens=None` it goes on until the
-        model ends the text itself; with a rolling cache that may be never. Left or interrupted, a cache that was given holds
-        all tokens so far (or nothing new, if the text itself was not read to its end)."""
+        model ends the text itself; with a rolling cache that may be never. Left or interrupted, a cache that was given
+        holds all tokens so far (or nothing new, if the text itself was not read to its end)."""
         rules = generation.Rules(temperature, top_k, top_p, seed)
         return generation.stream(self, text, max_new_tokens, rules, stop, cache)
 

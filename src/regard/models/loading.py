@@ -65,15 +65,21 @@ def load(
     *,
     dtype: torch.dtype | None = None,
     check: bool = True,
+    mmap: bool = True,
     progress: Callable[[Iterable[Any]], Iterable[Any]] | None = None,
 ) -> Any:
     """A trained model, ready to use, in eval mode.
+
+    Weights that are stored as the model holds them are not copied, but mapped: whoever overwrites the file in place
+    changes the model, and whoever cuts it short ends the process. (Replacing the file by a new one of its name does
+    neither.) With `mmap=False` the model has its own copy.
 
     Args:
         name: "minilm" (an encoder) or "smollm2" (a decoder), which install as packages; or the path of a folder with
             config.json, safetensors and tokenizer.json, or of a GGUF file.
         dtype: float32, bfloat16, float16 or float64; by default as stored (a GGUF file: float32).
         check: whether the weights of an embedded model are compared with their known SHA-256.
+        mmap: False reads all weights now, so that the file may change afterwards.
         progress: wraps the tensors as they are read, such as `rich.progress.track`.
 
     Returns:
@@ -95,10 +101,11 @@ def load(
     dtype = dtype or _stored_dtype(found, matched)
     model.tokenizer, model.unused = found.tokenizer(), unused
     items = list(matched.items())
-    _fill(
-        model,
-        {key: match.read(found.weights, dtype) for key, match in (items if progress is None else progress(items))},
-    )
+    filled = {}
+    for key, match in items if progress is None else progress(items):
+        tensor = match.read(found.weights, dtype)
+        filled[key] = tensor if mmap else tensor.clone()
+    _fill(model, filled)
     return model.eval()
 
 

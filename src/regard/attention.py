@@ -128,6 +128,7 @@ def attend(
     if unknown:
         raise unknown_argument("function", attend, unknown)
     if has_torch_function((q, k, v)):
+        more: dict[str, Any] = {} if spread is None else {"spread": spread}
         return handle_torch_function(
             attend,
             (q, k, v),
@@ -144,7 +145,7 @@ def attend(
             dropout=dropout,
             generator=generator,
             kernel=kernel,
-            **({} if spread is None else {"spread": spread}),
+            **more,
         )
     if spread is not None:
         given = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}

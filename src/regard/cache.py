@@ -545,7 +545,7 @@ class RollingCache:
         for name in ("_keys", "_values"):  # to new memory: whoever undoes a call goes back to the old
             held = getattr(self._store, name)
             room = last if spare > last else held.shape[2]  # after a long chunk: let go of the room that it took
-            kept = held.new_zeros(*held.shape[:2], room, held.shape[3])
+            kept = held.new_empty(*held.shape[:2], room, held.shape[3])
             kept[:, :, :first] = held[:, :, :first]
             kept[:, :, first:last] = held[:, :, first + spare : last + spare]
             settled[name] = kept

@@ -104,7 +104,7 @@ def no_torchscript(module: object) -> NoReturn:
 
 def refuse_trace(what: str) -> None:
     """Raise under `torch.jit.trace`: it would not record our kernels, nor what depends on sizes."""
-    if not torch.compiler.is_compiling() and torch.jit.is_tracing():
+    if not torch.compiler.is_compiling() and torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         raise bad_type(
             what,
             expected="plain calls, torch.compile or torch.export",

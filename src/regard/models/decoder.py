@@ -236,12 +236,9 @@ class Decoder(TextModel):
                 f", or for part in cache: part.truncate({min(read)}), and read what comes after once more")  # fmt: skip
             raise bad_value("cache", expected="the same tokens in each layer", received=f"{read} tokens",
                             remedy=f"read the text again with model.new_cache(){least}")  # fmt: skip
-        rows = [part.lengths for part in cache if isinstance(part, KVCache) and part.ragged]
-        if rows and not torch.compiler.is_compiling():
-            same = len(rows) == len(cache) and all(one is not None and torch.equal(rows[0], one) for one in rows)
-            if not same:
-                raise bad_value("cache", expected="rows of the same lengths in each layer", received="others",
-                                remedy="truncate each layer's with the same lengths")  # fmt: skip
+        if not torch.compiler.is_compiling() and not _same_lengths(cache):
+            raise bad_value("cache", expected="rows of the same lengths in each layer", received="others",
+                            remedy="truncate each layer's with the same lengths")  # fmt: skip
 
     def _held(self, cache: Cache | None, keep: Tensor | None, new: int) -> Tensor | int:
         """How many tokens the cache holds; (B,) where rows differ. Raises where `keep` does not count them all."""
@@ -259,3 +256,10 @@ class Decoder(TextModel):
             raise bad_value("keep", expected=f"one flag per token, {held} cached and {new} new",
                             received=shape_of(keep))  # fmt: skip
         return held
+
+
+def _same_lengths(cache: Cache) -> bool:
+    """Whether the rows of a batch that are not of one length are of the same lengths in each layer."""
+    lengths = [part.lengths for part in cache if isinstance(part, KVCache) and part.ragged]
+    rows = [each for each in lengths if each is not None]
+    return not rows or (len(rows) == len(cache) and all(torch.equal(rows[0], each) for each in rows))

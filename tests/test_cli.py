@@ -1,5 +1,6 @@
 """The terminal's way in: each verb runs, and what the caller got wrong is one line."""
 
+import inspect
 import io
 import itertools
 import json
@@ -12,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from regard import doctor, heads, models
+import regard
+from regard import cli, doctor, heads, models
 from regard.cli import app, main
 from regard.heads import progress
 from regard.kernels import library
@@ -230,7 +232,7 @@ def test_ablate_ranks_heads_and_leaves_some_out():
     lines = run("ablate", "The cat sat on the mat.", "-m", "minilm", "--top", "3").splitlines()
     assert len(lines) == 5
     assert lines[2].split()[0].startswith("blocks.")
-    out = run("ablate", "The capital of France is Paris, and that of Italy is", "18.6", "17.3")
+    out = run("ablate", "The capital of France is Paris, and that of Italy is", "18.6", "17.3", "-m", "smollm2")
     with_all, without = (float(out.split(" nats")[0] and out.split()[i]) for i in (3, 7))
     assert with_all != without
     assert "|" in out
@@ -241,7 +243,9 @@ def test_ablate_says_how_heads_were_judged():
     lines = run("ablate", text, "-m", "minilm", "--quick", "--top", "3").splitlines()
     assert lines[0] == "How much more 1 - cosine with the intact embedding, without each head:"
     assert lines == run("ablate", text, "-m", "minilm", "--top", "3").splitlines()
-    assert run("ablate", text, "--quick", "--top", "3").startswith("Sensitivity of the loss to each head:")
+    assert run("ablate", text, "-m", "smollm2", "--quick", "--top", "3").startswith(
+        "Sensitivity of the loss to each head:"
+    )
 
 
 def test_prune_writes_a_smaller_model_that_can_be_read_again(tmp_path):
@@ -330,3 +334,67 @@ def test_doctor_tells_what_is_there_and_what_is_not(monkeypatch):
     assert "no: it was not compiled" in run("doctor")
     monkeypatch.setattr(doctor, "_version", lambda package: None)
     assert "pip install 'regard[draw]'" in run("doctor")
+
+
+def test_the_version():
+    assert run("--version") == f"regard {regard.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("look",), ("heads",), ("ablate",), ("embed",), ("generate",), ("prune", "x.safetensors", "0.1", "--text")],
+)
+@pytest.mark.parametrize("name", ["nosuchfile.txt", "no/such/file", "./notes", "Notizen.mD", "a.b.conllu"])
+def test_a_file_that_is_not_there(monkeypatch, arguments, name):
+    monkeypatch.setattr("regard.cli._load", lambda *_: pytest.fail("a model was loaded first"))
+    with pytest.raises(
+        ValueError, match=f"text: expected a text, or a file that is there, received no such file: {name}"
+    ):
+        run(*arguments, name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cat",
+        "The end.",
+        "Really?",
+        "3.14",
+        "U.S.",
+        "a file.txt",
+        "either/or is one",
+        "naïve",
+        "tests",
+        "...",
+        "." * 5000,
+    ],
+)
+def test_a_text_is_a_text(text):
+    """Words, numbers, abbreviations, sentences that end in a file's name; a word that is also the name of a folder."""
+    assert cli._text(text) == text
+    assert cli._lines([text]) == [text]
+
+
+def test_files_are_read_and_told_from_others(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text("one\ntwo\n", encoding="utf-8")
+    assert cli._text(str(file)) == "one\ntwo\n"
+    assert cli._lines([str(file), "three"]) == ["one", "two", "three"]
+    file.write_text("", encoding="utf-8")
+    assert cli._text(str(file)) == ""
+    file.write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"text: expected a file of text in UTF-8, received other bytes in .*text.txt"):
+        cli._text(str(file))
+    with pytest.raises(ValueError, match="text: expected a text, or a file with one, received a folder: "):
+        cli._text(str(tmp_path))
+
+
+def test_look_heads_and_ablate_take_the_same_model():
+    """What one of them says of a head is true for the others."""
+    defaults = {
+        command.callback.__name__: inspect.signature(command.callback).parameters["model"].default
+        for command in app.registered_commands
+        if command.callback.__name__ in ("look", "heads", "ablate", "prune", "describe")
+    }
+    assert len(defaults) == 5
+    assert set(defaults.values()) == {"minilm"}

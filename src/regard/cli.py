@@ -16,6 +16,7 @@ regard doctor                      versions, what the CPU can do, which kernels 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tempfile
 import webbrowser
@@ -26,8 +27,8 @@ from typing import Annotated, Any
 
 import torch
 
+from regard import __version__, doctor, draw, measures, models
 from regard import bench as benches
-from regard import doctor, draw, measures, models
 from regard import heads as lens
 from regard.errors import bad_value, missing_extra
 from regard.heads.progress import told, track
@@ -43,20 +44,36 @@ except ImportError as _error:
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    help="Multi-head attention that you can see into.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
 _out = Console(highlight=False, soft_wrap=True)
 _aside = Console(stderr=True, highlight=False)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
+Text = Annotated[str, typer.Argument(help="A text, a file with one, or - for standard input.")]
 Model = Annotated[str, typer.Option("--model", "-m", help="minilm, smollm2, a folder, or a GGUF file.")]
 Dtype = Annotated[str | None, typer.Option(help=f"{', '.join(_DTYPES)}; as stored by default.")]
 Check = Annotated[bool, typer.Option("--check/--no-check", help="Compare embedded weights with their known SHA-256.")]
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(f"regard {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def everywhere(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_say_version, help="Say which version this is.")
+    ] = False,
+) -> None:
+    """Multi-head attention that you can see into."""
 
 
 @app.command(name="models")
@@ -99,7 +116,9 @@ def describe(
 
 @app.command()
 def embed(
-    texts: Annotated[list[str], typer.Argument(help="Texts; - reads lines from standard input.")],
+    texts: Annotated[
+        list[str], typer.Argument(help="Texts; of a file, and of standard input for -, each line is one.")
+    ],
     model: Model = "minilm",
     dtype: Dtype = None,
     as_json: Annotated[bool, typer.Option("--json", help="The vectors as JSON, one list for each text.")] = False,
@@ -125,7 +144,7 @@ def embed(
 
 @app.command()
 def generate(
-    text: Annotated[str, typer.Argument(help="The beginning; - reads standard input.")],
+    text: Annotated[str, typer.Argument(help="The beginning: a text, a file with one, or - for standard input.")],
     model: Model = "smollm2",
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=0, help="At most so many more.")] = 64,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 takes the likeliest token.")] = 0.0,
@@ -140,7 +159,7 @@ def generate(
     check: Check = True,
 ) -> None:
     """Text after a beginning, as it is written."""
-    start = sys.stdin.read() if text == "-" else text
+    start = _text(text)
     decoder = _load(model, dtype, check)
     if not isinstance(decoder, models.Decoder):
         raise ValueError(f"model: expected a decoder, received {model!r}, an encoder; remedy: regard embed")
@@ -153,7 +172,7 @@ def generate(
 
 @app.command()
 def look(
-    text: Annotated[str, typer.Argument(help="A text, a file with one, or - for standard input.")],
+    text: Text,
     model: Model = "minilm",
     layer: Annotated[int | None, typer.Option(help="All heads of this layer, large.")] = None,
     head: Annotated[int | None, typer.Option(help="This head of the layer, with its strongest links.")] = None,
@@ -174,8 +193,8 @@ def look(
     if (without or against) and html is None and not open_page:
         raise bad_value("--without and --against", expected="a page to compare in", received="none",
                         remedy="--html FILE, or --open")  # fmt: skip
+    written, other = _text(text), None if against is None else _text(against)
     loaded = _load(model, dtype, check)
-    written = _text(text)
     more = generate if isinstance(loaded, models.Decoder) else 0
 
     def read(what: str) -> lens.Record:
@@ -187,8 +206,8 @@ def look(
     if seen.generated is not None:
         _out.print(f"\ngenerated: {seen.generated}", markup=False)
     records = {_short(written): seen}
-    if against is not None:
-        records[_short(_text(against))] = read(_text(against))
+    if other is not None:
+        records[_short(other)] = read(other)
     if without:
         with lens.ablate(loaded, {**_heads_of(without)}):
             records[f"without {', '.join(without)}"] = read(written)
@@ -197,7 +216,8 @@ def look(
         _aside.print(f"figure: {png}", markup=False)
     if html is not None or open_page:
         where = html or Path(tempfile.mkdtemp(prefix="regard-")) / "look.html"
-        draw.page(records, path=where, title=f"{model}: {_short(written, 60)}")
+        with told("Drawing") as progress:
+            draw.page(records, path=where, title=f"{model}: {_short(written, 60)}", progress=progress)
         _aside.print(f"page: {where.resolve()} ({where.stat().st_size / 1e6:.1f} MB)", markup=False)
         if open_page:
             webbrowser.open(where.resolve().as_uri())
@@ -224,7 +244,7 @@ def serve(
 
 @app.command()
 def heads(
-    text: Annotated[str, typer.Argument(help="A text, a file with one, or - for standard input.")] = "",
+    text: Text = "",
     model: Model = "minilm",
     treebank: Annotated[
         Path | None, typer.Option(help="A CoNLL-U file: which heads follow which dependency relations.")
@@ -245,10 +265,11 @@ def heads(
     if text and probe:
         raise bad_value("text", expected="none beside --probe, which looks at random tokens", received=repr(text),
                         remedy="one of the two")  # fmt: skip
+    written = _text(text) if text else ""
     loaded = _load(model, dtype, check)
     found: dict[str, Any] = {}
     if text or probe:
-        seen = lens.probes.induction(loaded) if probe else _watched(loaded, _text(text))
+        seen = lens.probes.induction(loaded) if probe else _watched(loaded, written)
         if save is not None:
             seen.save(save)
             _aside.print(f"written to {save}", markup=False)
@@ -266,18 +287,20 @@ def heads(
 
 @app.command()
 def ablate(
-    text: Annotated[str, typer.Argument(help="A text, a file with one, or - for standard input.")],
+    text: Text,
     head: Annotated[list[str] | None, typer.Argument(help="Heads to leave out, as layer.head: 3.5 7.0")] = None,
-    model: Model = "smollm2",
+    model: Model = "minilm",
     mode: Annotated[str, typer.Option(help="zero, or mean.")] = "zero",
     quick: Annotated[bool, typer.Option("--quick", help="By gradients, in one pass (decoders).")] = False,
     top: Annotated[int, typer.Option(min=1, help="How many heads to show.")] = 12,
     dtype: Dtype = None,
     check: Check = True,
 ) -> None:
-    """Which heads matter to a text, one left out after another; or what happens without some of them."""
+    """Which heads matter to a text, one left out after another; or what happens without some of them. Of a decoder
+    (-m smollm2) also what it then writes."""
     chosen = _heads_of(head or [])
-    loaded, lines = _load(model, dtype, check), [_text(text)]
+    lines = [_text(text)]
+    loaded = _load(model, dtype, check)
     decoder = isinstance(loaded, models.Decoder)
     what = "nats per token" if decoder else "1 - cosine with the intact embedding"
     if not head:
@@ -311,8 +334,8 @@ def prune(
         raise ValueError(
             "heads: expected either heads as layer.head or --count, received " + ("both" if head else "none")
         )
-    loaded = _load(model, dtype, check)
     lines = [_text(one) for one in text or ["The quick brown fox jumps over the lazy dog, and nobody knows why."]]
+    loaded = _load(model, dtype, check)
     names = [name for name, module in loaded.named_modules() if isinstance(module, MultiHeadAttention)]
     if count is not None:
         chosen = lens.effects(loaded, lines, quick=True).least(count)
@@ -381,13 +404,43 @@ def examine(as_json: Annotated[bool, typer.Option("--json", help="For programs."
 
 def _text(given: str) -> str:
     """A text as it is, from standard input for -, or what a file of that name holds."""
-    if given == "-":
-        return sys.stdin.read()
+    held = sys.stdin.read() if given == "-" else _of_file(given)
+    return given if held is None else held
+
+
+def _lines(given: list[str]) -> list[str]:
+    """Texts as they are; of standard input for -, and of a file, each line is one."""
+    lines: list[str] = []
+    for one in given:
+        held = sys.stdin.read() if one == "-" else _of_file(one)
+        lines += [one] if held is None else held.splitlines()
+    if not lines:
+        raise ValueError("texts: expected at least one, received none")
+    return lines
+
+
+def _of_file(given: str) -> str | None:
+    """What a file of this name holds; None where it is a text and no name. One word with a slash or a suffix is taken
+    for a name."""
     try:
         path = Path(given)
-        return path.read_text(encoding="utf-8") if len(given) < 4096 and path.is_file() else given
+        there = len(given) < 4096 and path.exists()
     except (OSError, ValueError):  # no name of a file: too long for one, or with a character that none has
-        return given
+        return None
+    named = re.fullmatch(r"\S*[/\\]\S*|\S+\.[A-Za-z]\w{0,9}", given) is not None
+    if not there and not named:
+        return None
+    if not there:
+        raise bad_value("text", expected="a text, or a file that is there", received=f"no such file: {given}",
+                        remedy="regard ... - reads a text from standard input, whatever it looks like")  # fmt: skip
+    if path.is_dir():
+        if not named:
+            return None  # (a word may be the name of a folder, too)
+        raise bad_value("text", expected="a text, or a file with one", received=f"a folder: {given}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise bad_value("text", expected="a file of text in UTF-8", received=f"other bytes in {given}") from None
 
 
 def _short(text: str, length: int = 40) -> str:
@@ -424,13 +477,6 @@ def _load(name: str, dtype: str | None, check: bool) -> Any:
         raise ValueError(f"dtype: expected one of {', '.join(_DTYPES)}, received {dtype!r}")
     wanted = None if dtype is None else _DTYPES[dtype]
     return models.load(name, dtype=wanted, check=check, progress=partial(track, what=f"Loading {name}"))
-
-
-def _lines(texts: list[str]) -> list[str]:
-    lines = [line for text in texts for line in (sys.stdin.read().splitlines() if text == "-" else [text])]
-    if not lines:
-        raise ValueError("texts: expected at least one, received none")
-    return lines
 
 
 def _print_similarities(texts: list[str], vectors: torch.Tensor) -> None:

@@ -387,8 +387,7 @@ class Record:
     def __init__(self) -> None:
         self.by_name: dict[str, Layer] = {}
         self.unseen: dict[str, str] = {}  # layers that computed attention which could not be read: why, in words
-        # a list; a list for each text of a batch ("" for padding); or a pair, source and target
-        self.tokens: Any = None
+        self.tokens: Any = None  # a list; a list for each text of a batch ("": padding); or a pair (source, target)
         self.generated: Any = None  # what the model wrote, where `look` had it: a text, or a list of them for a batch
 
     def _repr_html_(self) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,6 +145,31 @@ def test_links_of_a_pooled_map(look: Callable[..., Look], long: Written) -> None
     values, keys = weights[q].topk(len(links))
     assert [k for k, _ in links] == keys.tolist()
     assert [w for _, w in links] == pytest.approx(values.tolist(), abs=0.0045)
+
+
+def test_links_of_some_queries(look: Callable[..., Look], folder: Path) -> None:
+    """Of a text so long that not every query can have one: the strongest of each head."""
+    longer = write(folder / "longer.html", stack(2, 12, 701, 24), [f"{i} tok" for i in range(701)], limit=300_000)
+    tab = look(longer, "#view=head&layer=1&head=2")
+    weights = longer.weights(1, 2)
+    _, rows, k = tab.ask("regard.layer.links.keys.shape")
+    assert k == 1
+    assert 100 < rows < 701
+    assert f"The strongest link of {rows} of 701 queries" in tab.text(".links .note")
+    linked = 0
+    for q, links in enumerate(tab.ask("[...Array(701).keys()].map(q => regard.layer.strongest(2, q, 8))")):
+        for key, weight in links:
+            linked += 1
+            assert weight == pytest.approx(float(weights[q].max()), abs=0.0045)
+            assert weight == pytest.approx(float(weights[q, key]), abs=0.0045)
+            said = tab.ask("([q, k]) => regard.layer.exactly(2, q, k).value", [q, key]) if linked < 9 else weight
+            assert said == pytest.approx(weight, abs=0.01)
+    assert linked == rows
+    found = [row.split("\t") for row in tab.texts("#strongest tbody tr")]
+    assert len(found) == 12
+    for query, key, weight in found:
+        exact = float(weights[int(query.split()[0]), int(key.split()[0])])
+        assert float(weight) == pytest.approx(exact, abs=0.0045)
 
 
 def test_cells_of_links_are_read_exactly(look: Callable[..., Look], long: Written) -> None:

@@ -222,13 +222,18 @@ def test_table(look: Callable[..., Look], real: Written, tmp_path: Path) -> None
 
 
 def test_a_cell_of_a_csv_is_no_formula(look: Callable[..., Look], folder: Path, tmp_path: Path) -> None:
+    names = ['=cmd("a,b")', "\n=1+1", "\r\n@a", " \u00a0-2", "\x01+3", "\uff1d4", "\tplain", "a;=5", "plain"]
+
     class Odd(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.add_module('=cmd("a,b")', regard.MultiHeadAttention(4, num_heads=1))
+            for name in names:
+                self.add_module(name, regard.MultiHeadAttention(4, num_heads=1))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return next(iter(self.children()))(x)
+            for layer in self.children():
+                x = layer(x)
+            return x
 
     with regard.watch(model := Odd(), keep="qk") as seen, torch.no_grad():
         model(torch.randn(1, 2, 4))
@@ -236,8 +241,10 @@ def test_a_cell_of_a_csv_is_no_formula(look: Callable[..., Look], folder: Path, 
     with tab.page.expect_download() as waiting:
         tab.page.click("#csv")
     waiting.value.save_as(tmp_path / "heads.csv")
-    saved = io.StringIO((tmp_path / "heads.csv").read_text(encoding="utf-8"))
-    assert next(csv.DictReader(saved))["name"] == """'=cmd("a,b")"""
+    saved = (tmp_path / "heads.csv").read_bytes().decode("utf-8")
+    found = [row["name"] for row in csv.DictReader(io.StringIO(saved, newline=""))]
+    assert found == [f"'{name}" for name in names[:-2]] + names[-2:]
+    assert '"a;=5"' in saved  # (where a semicolon parts cells, it is one cell all the same)
 
 
 def test_from_the_table_to_a_head(look: Callable[..., Look], real: Written) -> None:

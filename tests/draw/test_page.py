@@ -382,6 +382,7 @@ def test_the_default_limit_holds_what_it_says() -> None:
     cells = found.cells
     assert cells is not None
     crops = getattr(found, "crops", 3) * 64 * 64 * heads
+    assert found.linked is None  # each query has its links
     links = found.links * 4096 * heads * 3
     added = 2 * getattr(found, "added", 4096) * heads * found.vector_bits // 8
     vectors = found.vectors * 6 * (4 * 24 + 2 * 24) * found.vector_bits // 8
@@ -412,6 +413,37 @@ def test_what_each_head_adds_is_there_for_the_last_tokens() -> None:
     exact = record[5].projected()[0].norm(dim=-1).double()[:, first:]
     assert norms.shape == exact.shape
     assert bool(((norms - exact).abs() <= steps + 1e-6).all())
+
+
+def test_a_text_too_long_for_a_link_of_each_query_has_some() -> None:
+    """The strongest of each head. (So it is with 270 heads and 4,826 tokens in 15 MB.)"""
+    record = seen_of(701, heads=6, width=12, layers=3)
+    html = page(record, limit=300_000)
+    assert len(html.encode()) <= 300_000
+    read = Reader(html)
+    for number, layer in enumerate(record):
+        said, data = read.layer(0, number)
+        links, exact = said["links"], layer.weights(batch=0).double()
+        queries, keys = whole(data, links["queries"]).long(), whole(data, links["keys"]).long()
+        strong, near = weights(data, links["weights"])
+        heads, count = queries.shape
+        assert heads == 6
+        assert 100 < count < 701
+        assert keys.shape == strong.shape == (6, count, 1)
+        assert bool((queries.diff(dim=1) > 0).all())
+        largest = exact.amax(2)  # of each query, (H, N)
+        for head in range(heads):
+            rest = torch.ones(701, dtype=torch.bool).index_fill_(0, queries[head], False)
+            assert largest[head, rest].max() <= largest[head, queries[head]].min() + 1e-6
+            found = exact[head, queries[head]].gather(1, keys[head])[:, 0]
+            torch.testing.assert_close(found, largest[head, queries[head]], atol=1e-6, rtol=0)
+            assert bool(((strong[head, :, 0] - largest[head, queries[head]]).abs() <= near[head, :, 0]).all())
+
+
+def test_progress_rises_to_1_and_says_so_at_the_end(short: Record) -> None:
+    heard: list[float] = []
+    page({"a": short, "b": seen_of(5, layers=3)}, progress=heard.append)
+    assert heard == pytest.approx([0.25, 0.5, 0.5 + 1 / 6, 0.5 + 2 / 6, 1.0])
 
 
 def test_what_is_no_number_is_said_to_be_none() -> None:

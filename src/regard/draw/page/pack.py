@@ -35,7 +35,8 @@ class Plan(NamedTuple):
 
     bits: int  # of a weight
     cells: int | None  # to each side of a pooled map; None: every weight
-    links: int  # for each query of a pooled map
+    links: int  # for each query of a pooled map that has some
+    linked: int | None  # how many queries of each head have some, those with the strongest; None: all
     crops: int  # for each head of a pooled map
     added: int  # tokens, counted from the last, of which it is known what each head adds
     vectors: int  # tokens, counted from the last, whose vectors (q, k, v ...) are there
@@ -56,14 +57,17 @@ def plan(scenes: list[Scene], limit: int) -> Plan:
     vectors = min(tokens, room // 8 // max(per_token * vector_bits // 8, 1))
     added = min(tokens, room // 12 // max(2 * maps * vector_bits // 8, 1))
     if full or not panels:
-        return Plan(bits, None, 0, 0, added, vectors, vector_bits)
+        return Plan(bits, None, 0, None, 0, added, vectors, vector_bits)
     cells = max(16, min(512, 2 ** int(math.log2(max(math.sqrt(room * 0.45 / maps), 1)))))
     wide = 4 if tokens > 65535 else 2
     a_link = sum((wide + 1) * panel.heads * panel.shape[0] for panel in panels)
-    links = min(int(room * 0.25 / max(a_link, 1)), 8)
+    links, linked = min(int(room * 0.25 / max(a_link, 1)), 8), None
+    if not links:  # not one for each query: one for some
+        links, linked = 1, int(room * 0.25 / (maps * (2 * wide + 1)))
+        a_link = sum((2 * wide + 1) * panel.heads * min(linked, panel.shape[0]) for panel in panels)
     left = room * 0.78 - maps * cells**2 - links * a_link  # (vectors and what is added have the rest)
     crops = max(0, min(CROPS, int(left / (maps * CROP**2))))
-    return Plan(8, cells, links, crops, added, vectors, vector_bits)
+    return Plan(8, cells, links, linked, crops, added, vectors, vector_bits)
 
 
 def _described(scenes: list[Scene]) -> int:
@@ -93,8 +97,6 @@ def packed(
         texts: list[Labels] = []
         layers = []
         for panel in scene:
-            if progress is not None:
-                progress((number + panel.number / len(scene)) / len(scenes))
             blob = _Blob()
             said = _layer(panel, how, blob)
             for which, labels in (("queries", panel.queries), ("keys", panel.keys)):
@@ -105,6 +107,8 @@ def packed(
                 said["blob"] = f"{number}.{panel.number}"
                 result.blobs[said["blob"]] = zlib.compress(bytes(blob.data), 6)
             layers.append(said)
+            if progress is not None:
+                progress((number + len(layers) / len(scene)) / len(scenes))
         result.meta["runs"].append({"name": name, "texts": [_text(labels) for labels in texts], "layers": layers})
     return result
 
@@ -138,14 +142,26 @@ def _layer(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
             for head in range(panel.heads)
             for r, c in _where(cells[head], n, m, how.crops)
         ]
-        if how.links:
-            keys, strongest = panel.links(how.links)
-            said["links"] = {
-                "keys": blob.whole(keys, 16 if m <= 65536 else 32),
-                "weights": blob.weights(strongest.float().cpu(), 8),
-            }
+        if how.linked != 0:
+            said["links"] = _links(panel, how, blob)
     flow = _flow(panel, how, blob)
     return said | ({"flow": flow} if flow else {})
+
+
+def _links(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
+    """The keys and weights (H, N, links) of the strongest links of each query; or (H, linked, 1) of some, with their
+    numbers in rising order."""
+    n, m = panel.shape
+    keys, strongest = panel.links(how.links)
+    said = {}
+    if how.linked is not None and how.linked < n:
+        queries = strongest[..., 0].nan_to_num(0.0).topk(how.linked, dim=1).indices.sort(1).values  # (H, linked)
+        keys, strongest = (x.gather(1, queries[..., None].expand(-1, -1, x.shape[2])) for x in (keys, strongest))
+        said["queries"] = blob.whole(queries, 16 if n <= 65536 else 32)
+    return said | {
+        "keys": blob.whole(keys, 16 if m <= 65536 else 32),
+        "weights": blob.weights(strongest.float().cpu(), 8),
+    }
 
 
 def _role(one: Any) -> dict[str, Any] | None:

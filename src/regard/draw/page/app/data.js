@@ -89,6 +89,7 @@ class Layer {
     if (this.links) {
       this.links.keys.codes = whole(bytes, this.links.keys);
       this.links.weights.codes = whole(bytes, this.links.weights);
+      if (this.links.queries) this.links.queries.codes = whole(bytes, this.links.queries);
     }
     return this;
   }
@@ -131,11 +132,29 @@ class Layer {
       const row = (j) => (matrix ? matrix[query * cols + j] : this.cell(head, query, j).value);
       found = range(cols).map((j) => [j, row(j)]);
     } else if (this.links) {
-      const [, n, k] = this.links.keys.shape;
-      const at = (head * n + query) * k;
-      found = range(k).map((i) => [this.links.keys.codes[at + i], this.linked(head, at + i).value]);
+      const [first, last] = this.linksOf(head, query);
+      found = range(last - first).map((i) => [this.links.keys.codes[first + i], this.linked(head, first + i).value]);
     }
     return found.filter(([, weight]) => weight > 0).sort((a, b) => b[1] - a[1]).slice(0, count);
+  }
+
+  // Where the links of a query are among all that were kept, from the first to the one after the last. Of a long text
+  // some queries have one, and their numbers rise.
+  linksOf(head, query) {
+    const { keys, queries } = this.links;
+    const [, rows, k] = keys.shape;
+    let row = query;
+    if (queries) {
+      let [low, high] = [head * rows, (head + 1) * rows];
+      while (low < high) {
+        const middle = (low + high) >> 1;
+        if (queries.codes[middle] < query) low = middle + 1;
+        else high = middle;
+      }
+      if (low === (head + 1) * rows || queries.codes[low] !== query) return [0, 0];
+      row = low - head * rows;
+    }
+    return [(head * rows + row) * k, (head * rows + row + 1) * k];
   }
 
   // One of the links that were kept, by its place among all.
@@ -152,17 +171,18 @@ class Layer {
       if (crop.head === head && r >= 0 && c >= 0 && r < tall && c < wide) return decode(crop.codes[r * wide + c], crop.scale[0], crop.bits);
     }
     if (!this.links) return null;
-    const [, n, k] = this.links.keys.shape;
-    const first = (head * n + query) * k;
-    for (let at = first; at < first + k; at++) if (this.links.keys.codes[at] === key && this.links.weights.codes[at]) return this.linked(head, at);
+    const [first, last] = this.linksOf(head, query);
+    for (let at = first; at < last; at++) if (this.links.keys.codes[at] === key && this.links.weights.codes[at]) return this.linked(head, at);
     return null;
   }
 
   // [query, key, weight] of the strongest links of all queries that were kept.
   strongestOfAll(head, count) {
-    const [, n, k] = this.links.keys.shape;
-    const codes = this.links.weights.codes.subarray(head * n * k, (head + 1) * n * k);
-    return largestOf(codes, count).map((i) => [Math.floor(i / k), this.links.keys.codes[head * n * k + i], this.linked(head, head * n * k + i).value]);
+    const { keys, weights, queries } = this.links;
+    const [, rows, k] = keys.shape;
+    const first = head * rows * k;
+    const query = (row) => (queries ? queries.codes[head * rows + row] : row);
+    return largestOf(weights.codes.subarray(first, first + rows * k), count).map((i) => [query(Math.floor(i / k)), keys.codes[first + i], this.linked(head, first + i).value]);
   }
 
   // A row of a signed piece of `flow`, such as the query vector of a head and token.

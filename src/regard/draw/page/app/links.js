@@ -26,7 +26,7 @@ class LinksView {
     this.held = null;
     const cut = [this.rows, this.cols].some((part) => part.cut);
     this.note.textContent = pooled
-      ? `The ${layer.links ? layer.links.keys.shape[2] : 0} strongest links of each query, of the part that the map shows${cut ? `, its first ${MOST} tokens` : ""}. Zoom in to see others.`
+      ? `${keptLinks(layer)}, of the part that the map shows${cut ? `, its first ${MOST} tokens` : ""}. Zoom in to see others.`
       : cut ? `The first ${MOST} tokens of the part that the map shows.` : "";
     this.links = this.found();
     refill(this.left, this.rows.map((row, at) => this.token(row, at, "query")));
@@ -104,6 +104,14 @@ class LinksView {
     }
     this.columns.classList.toggle("holding", Boolean(held));
   }
+}
+
+// Which links of a pooled map the page has, in words.
+function keptLinks({ links, n }) {
+  if (!links) return "No links are kept of so long a text";
+  const [, rows, k] = links.keys.shape;
+  if (links.queries) return `The strongest link of ${rows.toLocaleString("en")} of ${n.toLocaleString("en")} queries, those with the strongest`;
+  return k === 1 ? "The strongest link of each query" : `The ${k} strongest links of each query`;
 }
 
 // [unit, label, special] of the units in a window.

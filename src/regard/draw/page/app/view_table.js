@@ -62,9 +62,11 @@ class TableView {
 
   save(columns) {
     const quoted = (value) => {
-      // (a cell that begins like a formula would be one to a spreadsheet)
-      const text = value === null ? "" : typeof value === "string" && /^[=+\-@\t]/.test(value) ? `'${value}` : String(value);
-      return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+      // A cell that begins like a formula would be one to a spreadsheet, whatever blanks stand before it. Some part cells at
+      // a semicolon or a tab.
+      const formula = typeof value === "string" && /^[\s\0-\x1f\x7f]*[=+\-@\uff1d\uff0b\uff0d\uff20]|^[\t\r\n]/.test(value);
+      const text = value === null ? "" : formula ? `'${value}` : String(value);
+      return /[",;\t\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
     };
     const lines = [columns, ...this.rows().map((row) => columns.map((name) => row[name]))].map((row) => row.map(quoted).join(","));
     download("heads.csv", new Blob([lines.join("\r\n") + "\r\n"], { type: "text/csv" }));

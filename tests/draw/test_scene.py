@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import regard
+from regard.draw.page.pack import packed
 from regard.draw.scene import Scene, sizes
 from regard.masks import Causal
 from regard.measures import Heatmap
@@ -93,6 +94,89 @@ def test_each_text_of_a_batch_has_its_own_tokens() -> None:
     assert torch.equal(second[0].weights(1), seen[0].weights(1, batch=1))
     with pytest.raises(ValueError, match="item: expected a text from 0 to 1, received 2"):
         Scene(seen, item=2)
+
+
+def padded_batch(side: str) -> tuple[regard.heads.Record, list[list[str]]]:
+    """Two texts, the first of 3 tokens and padded to 5, and their tokens without padding."""
+    torch.manual_seed(0)
+    layer = regard.MultiHeadAttention(15, num_heads=3)
+    keep = torch.ones(2, 5, dtype=torch.bool)
+    keep[0, 3:] = False
+    with regard.watch(layer, keep="qkv") as seen, torch.no_grad():
+        layer(torch.randn(2, 5, 15), mask=regard.masks.Padding(keep=keep if side == "right" else keep.flip(1)))
+    return seen, [["a", "b", "."], ["v", "w", "x", "y", "z"]]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("with_padding", [True, False])
+def test_padding_is_not_part_of_a_text(side: str, with_padding: bool) -> None:
+    seen, rows = padded_batch(side)
+    if with_padding:
+        rows[0] = ["", "", *rows[0]] if side == "left" else [*rows[0], "[PAD]", "[PAD]"]
+    inside = slice(2, 5) if side == "left" else slice(0, 3)
+    panel = Scene(seen, rows, item=0)[0]
+    assert (panel.queries.text, panel.keys.text) == (["a", "b", "."], ["a", "b", "."])
+    assert panel.shape == (3, 3)
+    exact = seen[0].weights(batch=0)[:, inside, inside]
+    torch.testing.assert_close(panel.weights(1), exact[1])
+    torch.testing.assert_close(panel.weights(1, slice(1, 3), slice(0, 2)), exact[1, 1:3, 0:2])
+    torch.testing.assert_close(panel.pooled(3, 3), exact)
+    torch.testing.assert_close(panel.pooled(1, 2)[:, 0], torch.stack([exact[..., :2].sum(2), exact[..., 2]], 2).mean(1))
+    keys, strongest = panel.links(2)
+    torch.testing.assert_close(strongest, exact.topk(2).values)
+    assert torch.equal(keys, exact.topk(2).indices)
+    assert Scene(seen, rows, item=1)[0].shape == (5, 5)
+    said, _ = packed_layer(seen, rows)
+    assert (said["n"], said["m"]) == (3, 3)
+    assert said["flow"]["q"]["shape"] == [3, 3, 5]
+
+
+def packed_layer(seen: regard.heads.Record, rows: list[list[str]]) -> tuple[dict, bytes]:
+    made = packed({"text": Scene(seen, rows)}, title="", limit=10**6)
+    return made.meta["runs"][0]["layers"][0], made.blobs["0.0"]
+
+
+def test_the_keys_of_cross_attention_are_the_source_without_its_padding() -> None:
+    model = Translator()
+    keep = torch.tensor([[True] * 4, [True, True, False, False]])
+    model.one.register_forward_pre_hook(
+        lambda *_: ((_[1]), {"mask": regard.masks.Padding(keep=keep)}), with_kwargs=True
+    )
+    with regard.watch(model, keep="qk") as seen, torch.no_grad():
+        model(torch.randn(2, 4, 6), torch.randn(2, 3, 6))
+    source, target = [list("abcd"), ["a", "b", "", ""]], [list("xyz"), list("xyz")]
+    labels = [(panel.queries.text, panel.keys.text) for panel in Scene(seen, (source, target), item=1)]
+    assert labels == [(["a", "b"], ["a", "b"]), (list("xyz"), list("xyz")), (list("xyz"), ["a", "b"])]
+
+
+def test_roles_are_those_of_the_record() -> None:
+    """With its tokens, of one text or of several: by them punctuation is known."""
+    layer = regard.MultiHeadAttention(2, num_heads=2, bias=False)
+    with torch.no_grad():  # the second head looks at what is 1 in the second feature, from anywhere
+        for weight in layer.parameters():
+            weight.zero_()
+        layer.q_proj.weight[1, 0], layer.k_proj.weight[1, 1] = 1.0, 9.0
+    x = torch.tensor([[[1.0, 0.0]] * 5 + [[1.0, 1.0]] + [[1.0, 0.0]] * 5])
+    for batch, tokens in ((1, [*"abcde", ",", *"fghij"]), (2, [[*"abcde", ",", *"fghij"], [*"klmno", ".", *"pqrst"]])):
+        with regard.watch(layer, keep="qk") as seen, torch.no_grad():
+            layer(x.expand(batch, -1, -1))
+        wanted = seen.roles(tokens=tokens)
+        assert wanted[seen.layers[0], 1].role == "punctuation"
+        assert Scene(seen, tokens)[0].roles == list(wanted)
+        seen.tokens = tokens
+        assert Scene(seen)[0].roles == list(wanted)
+
+
+def test_an_error_in_roles_is_not_taken_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = watched(5)
+
+    def broken(*_, **__):
+        raise ValueError("a mistake of ours")
+
+    monkeypatch.setattr("regard.draw.scene.roles", broken)
+    with pytest.raises(ValueError, match="a mistake of ours"):
+        Scene(seen)
+    assert Scene(watched(5, measures=["peak"]))[0].roles == []
 
 
 def test_a_text_that_came_in_pieces() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.draw.labels import Labels
 from regard.errors import bad_type, bad_value
-from regard.heads import Layer, Record, Role
+from regard.heads import ROLES, Layer, Record, Role
 from regard.heads.roles import roles
 from regard.heads.table import scalars
 from regard.heads.texts import remeasured
@@ -23,6 +23,11 @@ from regard.measures import Heatmap, Links
 __all__ = ["Panel", "Scene", "sizes"]
 
 STRIP = 256  # queries whose weights are pooled at once
+TELLING = {rule.name for rule in ROLES} | {
+    "on_first",
+    "distance",
+    "entropy",
+}  # what tells of roles, by its name in a table
 
 
 @dataclass
@@ -78,10 +83,12 @@ class Panel:
 
     def links(self, count: int) -> tuple[Tensor, Tensor]:
         """Of each query the keys (H, N, count) with the largest weights, and those weights."""
-        found = self.layer.measure(Links(count))["links"]
-        rows = _of(self.rows)
-        keys = found.keys[self.item][:, rows] - self.cols.start
-        return keys.clamp(0, max(len(self.cols) - 1, 0)), found.weights[self.item][:, rows]
+        if self.whole:
+            found = self.layer.measure(Links(count))["links"]
+            return found.keys[self.item].clamp(min=0), found.weights[self.item]
+        strips = [slice(first, first + STRIP) for first in range(0, len(self.rows), STRIP)]
+        largest = [self._weights(None, rows).topk(min(count, len(self.cols)), dim=2) for rows in strips]
+        return torch.cat([top.indices for top in largest], 1), torch.cat([top.values for top in largest], 1)
 
     def pooled(self, rows: int, cols: int) -> Tensor:
         """The maps of all heads at a size of at most (rows, cols): (H, rows, cols). A cell is the attention that a
@@ -154,7 +161,7 @@ class Scene:
         self.record = record
         given = record.tokens if tokens is None else tokens
         self.panels: list[Panel] = []
-        texts = _texts(given, item)
+        texts, words = _texts(given, item), _words(given)
         target = _first_of_target(record)
         labels: dict[Any, Labels] = {}  # those that were made: layers of one text share them
         inside = _without_padding(record, item, target)
@@ -168,7 +175,7 @@ class Scene:
             rows, cols = inside[number]
             panel = Panel(number, layer, item, rows, cols, *_named(layer, own, ours, rows, cols, special, labels))
             panel.measures = {name: value.float().cpu() for name, value in scalars(layer).items()}
-            panel.roles = _roles(layer, None if own is None or batch > 1 else [str(t) for t in own])
+            panel.roles = _roles(layer, words[-1] if number >= target else words[0])
             self.panels.append(panel)
 
     def __len__(self) -> int:
@@ -200,6 +207,17 @@ def _texts(tokens: Any, item: int) -> list[list[Any] | None]:
             raise bad_value("item", expected=f"one of {len(rows)} texts", received=str(item))
         return [list(rows[item])]
     return [rows]
+
+
+def _words(tokens: Any) -> list[Any]:
+    """The tokens of all texts as strings: one list, or two, of source and target; each a list for each text, where
+    there are several."""
+    if isinstance(tokens, tuple) and len(tokens) == 2 and not any(isinstance(part, str) for part in tokens):
+        return [_words(None if part is None else list(part))[0] for part in tokens]
+    rows: list[Any] = list(tokens or ())
+    if rows and isinstance(rows[0], (list, tuple)):
+        return [[[str(token) for token in row] for row in rows]]
+    return [[str(token) for token in rows] or None]
 
 
 def _first_of_target(record: Record) -> int:
@@ -276,14 +294,26 @@ def _labels(words: list[Any] | None, count: int, special: Sequence[str], what: s
                     )  # fmt: skip
 
 
-def _roles(layer: Layer, tokens: list[str] | None) -> list[Role]:
-    """The roles of one layer's heads; none where the record cannot tell."""
-    if layer.kind != "self":
+def _roles(layer: Layer, tokens: Any) -> list[Role]:
+    """The roles of one layer's heads, as `record.roles()` has them; none where nothing was measured that tells of
+    roles. `tokens`: those of the text, or of each text of the batch."""
+    if (
+        layer.kind != "self"
+        or layer.uniform is None
+        or not TELLING & scalars(layer).keys() & scalars(layer.uniform).keys()
+    ):
         return []
     alone = Record()
     alone.by_name[layer.name] = layer
-    fits = tokens is not None and layer.texts == 1 and layer.has("received") and layer.text is not None
-    try:
-        return list(roles(alone, tokens=tokens if fits and len(tokens or ()) == layer.text.total else None))  # type: ignore[union-attr]
-    except ValueError:  # it has measured nothing that tells of roles
-        return []
+    return list(roles(alone, tokens=tokens if _fit(layer, tokens) else None))
+
+
+def _fit(layer: Layer, tokens: Any) -> bool:
+    """Whether these are the tokens of all that a layer saw. (Others may label its map all the same: keys that a layer
+    adds have no token; the last token may have been written, not read.)"""
+    assert layer.text is not None
+    if tokens is None or layer.texts > 1 or not layer.has("received"):
+        return False
+    rows = [tokens] if not isinstance(tokens[0], list) else tokens
+    batch, longest = layer.text.shape[0], layer.text.total
+    return len(rows) == batch and all(len(row) == longest or (batch > 1 and len(row) < longest) for row in rows)

@@ -398,3 +398,34 @@ def test_look_heads_and_ablate_take_the_same_model():
     }
     assert len(defaults) == 5
     assert set(defaults.values()) == {"minilm"}
+
+
+HOSTILE = "\x1b]0;owned\x07\x9b2J\u202eabc"
+
+
+def plain(said: str) -> bool:
+    return all(line.isprintable() for line in said.splitlines())
+
+
+def test_texts_do_not_command_the_terminal(monkeypatch, capsys):
+    out = run("embed", HOSTILE, "-", given=f"a cat\n{HOSTILE}\n")
+    assert plain(out)
+    assert "\\u001b]0;owned" in out
+    assert plain(run("look", f"a cat {HOSTILE}", "--layer", "0", "--head", "2"))
+    monkeypatch.setattr(sys, "argv", ["regard", "look", f"no/such/{HOSTILE}"])
+    with pytest.raises(SystemExit):
+        main()
+    assert plain(capsys.readouterr().err)
+
+
+def test_what_a_model_writes_does_not_command_the_terminal(monkeypatch):
+    """To a terminal; to a file it is written as it is."""
+    decoder = SimpleNamespace(stream=lambda *_, **__: iter(["a\n", HOSTILE]))
+    monkeypatch.setattr("regard.cli._load", lambda *_: decoder)
+    monkeypatch.setattr("regard.cli.models.Decoder", SimpleNamespace)
+    assert run("generate", "x") == f"a\n{HOSTILE}\n"
+    screen = Screen()
+    monkeypatch.setattr(sys, "stdout", screen)
+    cli.generate("x")
+    assert plain(screen.getvalue())
+    assert screen.getvalue().startswith("a\n\\u001b]0;owned")

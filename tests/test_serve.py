@@ -6,7 +6,9 @@ import base64
 import errno
 import gc
 import http.client
+import io
 import json
+import logging
 import re
 import signal
 import socket
@@ -1080,3 +1082,20 @@ def test_it_keeps_serving_whatever_is_sent_in_bounded_memory_and_ends_cleanly(tm
 if __name__ == "__main__":
     torch.set_num_threads(1)
     regard.serve.serve({"tiny": tiny()}, port=0, limits=Limits(reading=0.4))
+
+
+def test_the_log_does_not_command_the_terminal():
+    """A model's error may hold words of a text."""
+    heard = io.StringIO()
+    handler = logging.StreamHandler(heard)
+    log = logging.getLogger("regard.serve")
+    log.addHandler(handler)
+    try:
+        try:
+            raise RuntimeError("\x1b[2J\u202e")
+        except RuntimeError:
+            log.exception("a look failed: %s", "\x9b")
+    finally:
+        log.removeHandler(handler)
+    assert "RuntimeError: \\u001b[2J\\u202e" in heard.getvalue()
+    assert all(line.isprintable() for line in heard.getvalue().splitlines())

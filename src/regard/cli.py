@@ -30,7 +30,7 @@ import torch
 from regard import __version__, doctor, draw, measures, models
 from regard import bench as benches
 from regard import heads as lens
-from regard.errors import bad_value, missing_extra
+from regard.errors import bad_value, missing_extra, printable
 from regard.heads.progress import told, track
 from regard.layer import MultiHeadAttention
 
@@ -166,7 +166,7 @@ def generate(
     cache = None if window is None else decoder.new_cache(window)
     for piece in decoder.stream(start, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
                                 stop=stop or (), cache=cache):  # fmt: skip
-        print(piece, end="", flush=True)
+        print(printable(piece, lines=True) if sys.stdout.isatty() else piece, end="", flush=True)
     print()
 
 
@@ -204,7 +204,7 @@ def look(
     seen = read(written)
     draw.terminal(seen, layer=layer, head=head)
     if seen.generated is not None:
-        _out.print(f"\ngenerated: {seen.generated}", markup=False)
+        _out.print(f"\ngenerated: {printable(seen.generated, lines=True)}", markup=False)
     records = {_short(written): seen}
     if other is not None:
         records[_short(other)] = read(other)
@@ -316,7 +316,7 @@ def ablate(
     if decoder:
         for said, changes in (("with all heads", {}), ("without", chosen)):
             with lens.ablate(loaded, changes, mode=mode):  # type: ignore[arg-type]
-                _out.print(f"{said}: {lines[0]}|{loaded.generate(lines[0], 24)}", markup=False)
+                _out.print(printable(f"{said}: {lines[0]}|{loaded.generate(lines[0], 24)}", lines=True), markup=False)
 
 
 @app.command()
@@ -492,7 +492,7 @@ def _print_similarities(texts: list[str], vectors: torch.Tensor) -> None:
     for i in range(len(texts)):
         table.add_column(str(i + 1), justify="right")
     for i, text in enumerate(texts):
-        short = text if len(text) <= 48 else text[:47] + "…"
+        short = printable(text if len(text) <= 48 else text[:47] + "…")
         table.add_row(f"{i + 1}  {short}".replace("[", r"\["), *(f"{x:.3f}" for x in alike[i].tolist()))
     _out.print(table)
 
@@ -542,7 +542,8 @@ def main() -> None:
     try:
         app()
     except (ValueError, TypeError, ImportError, OSError) as error:
-        _aside.print(f"[bold red]error[/bold red] {str(error).replace('[', chr(92) + '[')}", soft_wrap=True)
+        said = printable(error, lines=True).replace("[", r"\[")
+        _aside.print(f"[bold red]error[/bold red] {said}", soft_wrap=True)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

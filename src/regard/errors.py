@@ -1,4 +1,4 @@
-"""What the caller got wrong: expected, received, remedy.
+"""What the caller got wrong: expected, received, remedy. And others' words, fit to be printed.
 
 Every error that a caller can cause is raised through the two functions here, so that all of them read alike::
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NoReturn
@@ -25,14 +26,42 @@ __all__ = [
     "is_panic",
     "missing_extra",
     "no_torchscript",
+    "printable",
     "refuse_trace",
     "shape_of",
     "unknown_argument",
 ]
 
 
+# Characters that are no text but commands to a terminal, or that move or hide what stands beside them: C0, DEL and C1;
+# marks, embeddings, overrides and isolates of direction; ends of lines; what has no width; halves of characters; tags.
+_COMMANDS = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
+)
+_SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+
+
+def printable(text: object, *, lines: bool = False) -> str:
+    """Words that others wrote (names in files, tokens, texts) as they can be printed: what would command a terminal
+    stands there as an escape. `lines`: ends of lines and tabs stay.
+
+    >>> printable("a\\x1b[2Jb\\n"), printable("a\\n\\u202eb", lines=True)
+    ('a\\\\u001b[2Jb\\\\n', 'a\\n\\\\u202eb')
+    """
+
+    def escaped(found: re.Match[str]) -> str:
+        c = found[0]
+        if lines and c in "\n\t":
+            return c
+        return _SHORT.get(c) or (f"\\u{ord(c):04x}" if ord(c) < 0x10000 else f"\\U{ord(c):08x}")
+
+    return _COMMANDS.sub(escaped, str(text))
+
+
 def _sentence(what: str, expected: str, received: object, remedy: str) -> str:
-    return f"{what}: expected {expected}, received {received}" + (f"; remedy: {remedy}" if remedy else "")
+    said = f"{what}: expected {expected}, received {received}" + (f"; remedy: {remedy}" if remedy else "")
+    return printable(said, lines=True)
 
 
 def bad_value(what: str, *, expected: str, received: object, remedy: str = "") -> ValueError:

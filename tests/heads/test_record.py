@@ -470,3 +470,25 @@ def test_what_was_kept_is_not_written(tmp_path: Path) -> None:
     for keep in (None, "qkv"):
         hand(keep=keep)[0].save(tmp_path / str(keep))
     assert (tmp_path / "qkv").stat().st_size == (tmp_path / "None").stat().st_size
+
+
+def test_names_of_a_file_do_not_command_the_terminal(tmp_path):
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.add_module("\x1b[2J\n\u202e", regard.MultiHeadAttention(6, num_heads=2))
+
+        def forward(self, x):
+            return next(iter(self.children()))(x)
+
+    with regard.watch(model := Odd()) as seen, torch.no_grad():
+        model(torch.randn(1, 5, 6))
+    seen.save(tmp_path / "seen.safetensors")
+    loaded = regard.heads.Record.load(tmp_path / "seen.safetensors")
+    assert loaded.layers == ["\x1b[2J\n\u202e"]
+    with pytest.raises(AttributeError) as error:
+        _ = loaded[0].nothing
+    for said in (str(loaded.table()), str(loaded.roles()), repr(loaded[0]), str(error.value)):
+        assert all(line.isprintable() for line in said.split("\n"))
+        assert "\\u202e" in said
+    assert len(str(loaded.table()).split("\n")) == 3  # (a line for each head, whatever is in its name)

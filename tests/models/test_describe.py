@@ -41,3 +41,11 @@ def test_a_model_that_is_pruned_alike_in_all_layers():
     assert lines_of(model)["layers"] == "5, each with 4 heads of width 14, 2 kv heads"
     assert "One layer of 5, 7 tokens:" in model.describe(7)
     assert "(1, 4, 7, 14)" in model.describe(7)  # and so does the walk
+
+
+def test_names_of_a_file_do_not_command_the_terminal():
+    model = decoder()
+    model.name, model.unused = "\x1b]0;owned\x07", ("pooler\x1b[2J.weight", "\u202edaeh.bias")
+    said = model.describe(7)
+    assert all(line.isprintable() for line in said.splitlines())
+    assert "pooler\\u001b[2J, \\u202edaeh" in said

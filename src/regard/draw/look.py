@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from regard.draw.figure import figure as draw_figure
 from regard.draw.page import page
 from regard.draw.terminal import terminal
-from regard.errors import bad_type, bad_value, shape_of
+from regard.errors import bad_type, bad_value, printable, shape_of
 from regard.heads import Record, watch
 from regard.heads.corpus import evaluating, run
 from regard.measures import MeasureLike
@@ -84,7 +84,7 @@ def look(
         terminal(seen, item=item)
         written = [seen.generated] if isinstance(seen.generated, str) else seen.generated or []
         for one in written[item : item + 1] if len(written) > 1 else written:
-            print(f"\ngenerated: {one}")
+            print(f"\ngenerated: {printable(one, lines=True)}")
     return seen
 
 

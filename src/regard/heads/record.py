@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from regard.errors import bad_type, bad_value
+from regard.errors import bad_type, bad_value, printable
 from regard.heads.table import Table, table
 from regard.heads.texts import Text, joined, plus, remeasured, sums, weights_of
 from regard.measures import Measure, MeasureLike, as_measures, rollout
@@ -191,8 +191,9 @@ class Layer:
                 needs += self.why_not_projected() or "a gate or a norm is between them"
             if one.needs_ids:
                 needs = "token ids, and none were found among the model's inputs"
-            raise AttributeError(f"{name!r} was not measured in {self.name}: it needs {needs}")
-        raise AttributeError(f"{name!r} was not measured in {self.name}; there are {', '.join(values) or 'none'}")
+            raise AttributeError(f"{name!r} was not measured in {printable(self.name)}: it needs {needs}")
+        there = printable(", ".join(values) or "none")
+        raise AttributeError(f"{name!r} was not measured in {printable(self.name)}; there are {there}")
 
     def __getitem__(self, name: str) -> Any:
         return getattr(self, name)
@@ -372,7 +373,7 @@ class Layer:
         return torch.cat(blocks, 2)
 
     def __repr__(self) -> str:
-        return f"Layer({self.name!r}, {self.kind}, {', '.join(self.axes)})"
+        return printable(f"Layer({self.name!r}, {self.kind}, {', '.join(self.axes)})")
 
 
 class Record:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from regard.errors import bad_type, bad_value
+from regard.errors import bad_type, bad_value, printable
 from regard.heads import treebank
 from regard.heads.corpus import evaluating
 from regard.heads.progress import track
@@ -354,7 +354,7 @@ class Syntax:
     def __str__(self) -> str:
         titles = ("relation", "direction", "layer", "head", "accuracy", "95 %", "baseline", "", "gain", "shuffled", "n",
                   "role")  # fmt: skip
-        lines = [titles, *(_cells(row) for row in self.rows)]
+        lines = [titles, *(tuple(map(printable, _cells(row))) for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         left = (0, 1, 2, 7, 11)  # columns of words; numbers stand to the right
         table = [

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from regard.errors import missing_extra
+from regard.errors import missing_extra, printable
 from regard.measures import Offsets
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Table(list[dict[str, Any]]):
         if not self:
             return "(no rows)"
         names = list(dict.fromkeys(name for row in self for name in row))
-        cells = [names, *([_shown(row.get(name)) for name in names] for row in self)]
+        cells = [list(map(printable, names)), *([_shown(row.get(name)) for name in names] for row in self)]
         wide = [max(len(row[i]) for row in cells) for i in range(len(names))]
         text = {i for i, name in enumerate(names) if any(isinstance(row.get(name), str) for row in self)}
         lines = []
@@ -61,7 +61,7 @@ class PerHead:
 
 
 def _shown(value: Any) -> str:
-    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else str(value)
+    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else printable(value)
 
 
 def table(record: Record) -> Table:

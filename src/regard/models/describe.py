@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from regard.errors import printable
 from regard.models.parts import Block
 from regard.walk import Step, table
 
@@ -96,7 +97,8 @@ def describe(model: TextModel, tokens: int) -> str:
     """See `TextModel.describe`."""
     lines = facts(model)
     wide = max(map(len, lines))
-    head = [model.name or model.config.family, *(f"  {name:<{wide}}  {value}" for name, value in lines.items())]
+    title = printable(model.name or model.config.family)
+    head = [title, *(f"  {name:<{wide}}  {printable(value)}" for name, value in lines.items())]
     first = model.blocks[0]
     assert isinstance(first, Block)
     which = "One layer" if len(set(_head_counts(model))) == 1 else "Layer 0"

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
-from regard.errors import bad_value
+from regard.errors import bad_value, printable
 from regard.serve.asking import Ask, Limits, Refused
 from regard.serve.looking import Result, looked
 from regard.serve.shelf import Shelf
@@ -21,6 +21,17 @@ from regard.serve.shelf import Shelf
 __all__ = ["Job", "Jobs"]
 
 log = logging.getLogger("regard.serve")
+
+
+def _without_commands(record: logging.LogRecord) -> bool:
+    """A model's error may hold words of a text: they do not command the terminal that shows the log."""
+    record.msg, record.args = printable(record.getMessage(), lines=True), ()
+    if record.exc_info:
+        record.exc_text = printable(logging.Formatter().formatException(record.exc_info), lines=True)
+    return True
+
+
+log.addFilter(_without_commands)
 
 TIDY = 30.0  # seconds between two looks at what may be forgotten, where nothing else happens
 LOADING = 0.4  # the share of the bar that is for loading a model

@@ -296,8 +296,9 @@ def ablate(
     dtype: Dtype = None,
     check: Check = True,
 ) -> None:
-    """Which heads matter to a text, one left out after another; or what happens without some of them. Of a decoder
-    (-m smollm2) also what it then writes."""
+    """Which heads matter to a text, one left out after another; or what happens without some of them.
+
+    Of a decoder (-m smollm2) also what it then writes."""
     chosen = _heads_of(head or [])
     lines = [_text(text)]
     loaded = _load(model, dtype, check)
@@ -432,7 +433,8 @@ def _of_file(given: str) -> str | None:
         return None
     if not there:
         raise bad_value("text", expected="a text, or a file that is there", received=f"no such file: {given}",
-                        remedy="regard ... - reads a text from standard input, whatever it looks like")  # fmt: skip
+                        remedy="for a text that looks like a file's name, give - and the text by standard input"
+                        )  # fmt: skip
     if path.is_dir():
         if not named:
             return None  # (a word may be the name of a folder, too)

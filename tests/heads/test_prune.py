@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import json
 import math
 import pickle
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import regard.linear
-from regard import AttentionBlock, KVCache, MultiHeadAttention, swap
+from regard import AttentionBlock, KVCache, MultiHeadAttention, models, swap
 from regard.heads import load_pruned, save_pruned
 from regard.heads.prune import prune
 from regard.layouts.swap import SplitAttention
@@ -370,8 +371,57 @@ def test_a_pruned_model_in_a_file(tmp_path: Path) -> None:
     read = load_pruned(file, Encoder(ModelConfig(**_ENCODER)).double().eval())
     close(read(ids()), model(ids()))
     save_file({"x": torch.zeros(3)}, file)
-    with pytest.raises(ValueError, match=r"path: expected a file that `save_pruned` wrote, received .*small"):
+    with pytest.raises(ValueError, match=r"small.*: expected a file that `save_pruned` wrote, received another safete"):
         load_pruned(file)
+
+
+def pruned_file(path: Path, about: Any) -> Path:
+    save_file({"x": torch.zeros(3)}, path, metadata={"regard.pruned": json.dumps(about)})
+    return path
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../other", "folder", "file.gguf", "", "minilm\x00"])
+def test_a_file_does_not_choose_what_else_is_opened(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("a model was opened"))
+    file = pruned_file(tmp_path / "small", {"model": name, "heads": []})
+    with pytest.raises(ValueError, match=r"small: model: expected one of minilm, smollm2, received .*remedy: say which"):
+        load_pruned(file)
+
+
+def test_the_model_of_a_pruned_file_may_be_named(tmp_path: Path, monkeypatch: Any) -> None:
+    """By the caller, as `models.load` takes it; the file's own name counts for nothing then."""
+    model, gone, named = randomised(Encoder(ModelConfig(**_ENCODER))), {0: [1]}, []
+    prune(model, gone)
+    save_pruned(model, gone, tmp_path / "small")
+    whole = lambda name: named.append(name) or Encoder(ModelConfig(**_ENCODER)).double().eval()  # noqa: E731
+    monkeypatch.setattr(models, "load", whole)
+    close(load_pruned(tmp_path / "small", tmp_path / "whole")(ids()), model(ids()))
+    assert named == [tmp_path / "whole"]
+
+
+@pytest.mark.parametrize("about, words", [
+    ([], "regard.pruned: expected an object"), ({"model": "minilm"}, "heads: expected a list, received None"),
+    ({"heads": []}, "model: expected a string, received None"), ({"model": 3, "heads": []}, "model: expected a string"),
+    ({"model": "minilm", "heads": [[0]]}, r"heads\[0\]: expected a list of 2, received one of 1"),
+    ({"model": "minilm", "heads": [[0, 5]]}, "heads: expected a list, received 5"),
+    ({"model": "minilm", "heads": [[0, [-1]]]}, r"heads\[0\]: expected an integer from 0 on"),
+    ({"model": "minilm", "heads": [[0, [1.0]]]}, r"heads\[0\]: expected an integer from 0 on"),
+    ({"model": "minilm", "heads": [[None, [1]]]}, r"heads: expected an integer from "),
+    ({"model": "minilm", "heads": [[10**9, [1]]]}, r"heads: expected an integer from "),
+    ({"model": "minilm", "heads": [[0, [1]], [0, [2]]]}, "heads: expected each layer once"),
+])  # fmt: skip
+def test_a_pruned_file_that_is_damaged(about: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"small: {words}"):
+        load_pruned(pruned_file(tmp_path / "small", about), Encoder(ModelConfig(**_ENCODER)))
+
+
+def test_a_pruned_file_with_weights_of_another_model(tmp_path: Path) -> None:
+    file = pruned_file(tmp_path / "small", {"model": "minilm", "heads": [[0, [1]]]})
+    with pytest.raises(ValueError, match=r"small: expected the weights of .* without those heads, received one that is"):
+        load_pruned(file, Encoder(ModelConfig(**_ENCODER)))
+    file.write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=r"small: expected a file that `save_pruned` wrote, received one that is dama"):
+        load_pruned(file, Encoder(ModelConfig(**_ENCODER)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

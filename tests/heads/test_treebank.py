@@ -275,3 +275,55 @@ def test_limits_that_are_none(tmp_path: Path) -> None:
         read(written(tmp_path, CATS), limit=0)
     with pytest.raises(TypeError, match=r"limit: expected a positive integer, or None for all, received 2\.5"):
         read(written(tmp_path, CATS), limit=2.5)  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------------------------------
+# What no treebank holds
+
+
+@pytest.mark.parametrize(
+    "column, words",
+    [
+        ("number", r"expected the number of a word \(3\), a token \(3-4\) or an empty node \(3\.1\), received '999"),
+        ("range", r"expected the number of a word .*, received '1-999"),
+        ("empty", r"expected the number of a word .*, received '999.*\.1'"),
+        ("head", r"expected a head from 0 to 1, the words of the sentence, received '999"),
+        ("other digits", r"expected the number of a word .*, received '١'"),
+    ],
+)
+def test_numbers_of_thousands_of_digits_are_told_with_their_line(tmp_path: Path, column: str, words: str) -> None:
+    many = "9" * 5000
+    number = {"number": many, "range": f"1-{many}", "empty": f"{many}.1", "other digits": "١"}.get(column, "1")
+    head = many if column == "head" else "0"
+    with pytest.raises(ValueError, match=rf"some\.conllu, line 2: {words}") as error:
+        read(written(tmp_path, f"# text = x\n{number} x _ X _ _ {head} root _ _"))
+    assert len(str(error.value)) < 400
+
+
+def test_a_token_longer_than_its_sentence_takes_no_memory(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"line 2: expected words up to 999999999, of token 'x', received 1"):
+        read(written(tmp_path, "1-999999999 x _ _ _ _ _ _ _ _\n1 x _ X _ _ 0 root _ _"))
+
+
+@pytest.mark.parametrize("heads, line, circle", [
+    ([2, 1], 1, "'1', '2'"), ([2, 3, 1], 1, "'1', '2', '3'"), ([0, 3, 4, 2], 2, "'2', '3', '4'"),
+    ([2, 3, 4, 3], 3, "'3', '4'"),
+])  # fmt: skip
+def test_a_circle_is_no_tree(tmp_path: Path, heads: list[int], line: int, circle: str) -> None:
+    lines = [f"{i} x _ X _ _ {head} dep _ _" for i, head in enumerate(heads, 1)]
+    words = rf"line {line}: expected a tree: no word that depends on itself through others, received words \[{circle}\]"
+    with pytest.raises(ValueError, match=words):
+        read(written(tmp_path, "\n".join(lines)))
+
+
+def test_a_long_chain_is_a_tree_and_several_roots_are_several_trees(tmp_path: Path) -> None:
+    lines = [f"{i} x _ X _ _ {i + 1 if i < 3000 else 0} dep _ _" for i in range(1, 3001)]
+    assert one(tmp_path, "\n".join(lines)).words[0].head == 1
+    assert [word.head for word in one(tmp_path, "1 x _ X _ _ 0 a _ _\n2 y _ X _ _ _ b _ _").words] == [None, None]
+
+
+def test_mentions_around_mentions_without_end_are_refused(tmp_path: Path) -> None:
+    """Each holds all words within it: of n mentions around n words that is their square."""
+    lines = [f"{i} x _ X _ _ 0 root _ Entity=(e{i}-person" for i in range(1, 301)]
+    with pytest.raises(ValueError, match=r"line 257: expected at most 256 mentions around one word, received more"):
+        read(written(tmp_path, "\n".join(lines)))

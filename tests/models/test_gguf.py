@@ -397,8 +397,8 @@ def test_rope_factors_of_llama_3(tmp_path: Path, tokens: int) -> None:
     assert_same(path, model, some_ids(2, tokens), rtol=1e-4, atol=1e-4)
 
 
-def test_rope_factors_and_linear_scaling_together_are_not_half_read(tmp_path: Path) -> None:
-    """llama.cpp divides the frequencies by both: both must be used, or the file refused."""
+def test_rope_factors_and_linear_scaling_together_are_refused(tmp_path: Path) -> None:
+    """llama.cpp divides the frequencies by both; here there is a place for one of them."""
     model = tiny(rope_parameters={"rope_type": "linear", "factor": 6.0, "rope_theta": 10000.0})
     tensors = {"rope_freqs.weight": np.full(HEAD // 2, 2.0, dtype=np.float32), **arrays(model, "llama")}
 
@@ -406,12 +406,9 @@ def test_rope_factors_and_linear_scaling_together_are_not_half_read(tmp_path: Pa
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(3.0)
 
-    path = write(tmp_path / "m.gguf", model, tensors=tensors, more=more)
-    try:
-        loaded = models.load(path)
-    except ValueError:
-        return
-    torch.testing.assert_close(loaded(some_ids()), model(some_ids()).logits, **CLOSE)
+    words = r"rope\.scaling\.type: expected none beside the tensor rope_freqs\.weight, received 'linear'"
+    with pytest.raises(ValueError, match=words):
+        models.load(write(tmp_path / "m.gguf", model, tensors=tensors, more=more))
 
 
 def test_rope_factors_of_the_wrong_number_are_refused(tmp_path: Path) -> None:
@@ -468,13 +465,11 @@ def test_sliding_window(tmp_path: Path, arch: str) -> None:
     assert_same(path, model, some_ids(2, 19))
 
 
-def test_sliding_window_of_0_is_none_or_refused(tmp_path: Path) -> None:
+def test_sliding_window_of_0_is_none(tmp_path: Path) -> None:
+    """As llama.cpp has it."""
     model = tiny()
-    path = write(tmp_path / "m.gguf", model, more=lambda writer: writer.add_sliding_window(0))
-    try:
-        loaded = models.load(path)
-    except ValueError:
-        return
+    loaded = models.load(write(tmp_path / "m.gguf", model, more=lambda writer: writer.add_sliding_window(0)))
+    assert loaded.config.window_of(0) is None
     torch.testing.assert_close(loaded(some_ids()), model(some_ids()).logits, **CLOSE)
 
 
@@ -780,6 +775,63 @@ def test_sizes_that_cannot_be(tmp_path: Path, whole: bytes, name: str, value: in
     path.write_bytes(replaced(whole, f"llama.{name}", "<I", value))
     with pytest.raises(ValueError, match="expected"), at_most(5):
         models.load(path)
+
+
+OTHERS = {
+    "a word": struct.pack("<I", 8) + string("3"),
+    "a list of lists": struct.pack("<IIQIQI", 9, 9, 1, 4, 1, 3),
+    "an empty list": struct.pack("<IIQ", 9, 4, 0),
+    "true": struct.pack("<IB", 7, 1),
+    "below 0": struct.pack("<Ii", 5, -3),
+    "2.5": struct.pack("<If", 6, 2.5),
+    "not a number": struct.pack("<If", 6, float("nan")),
+    "very large": struct.pack("<IQ", 10, 10**18),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("name", [*SIZES, "context_length", "rope.freq_base", "attention.layer_norm_rms_epsilon"])
+def test_a_value_of_another_kind_is_told_in_words(tmp_path: Path, whole: bytes, name: str, other: str) -> None:
+    if other == "2.5" and name in ("rope.freq_base", "attention.layer_norm_rms_epsilon"):
+        other = "below 0"
+    at = whole.index(string(f"llama.{name}")) + len(string(f"llama.{name}"))
+    file = whole[:at] + OTHERS[other] + whole[at + 8 :]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(file + bytes(64))
+    with pytest.raises((TypeError, ValueError), match=r"expected .*received "), at_most(5):
+        models.load(path)
+
+
+@pytest.mark.parametrize("name", ["rope.dimension_count", "attention.sliding_window", "rope.scaling.type"])
+@pytest.mark.parametrize("other", [other for other in OTHERS if other != "true"])
+def test_a_setting_of_another_kind_that_need_not_be_there(
+    tmp_path: Path, whole: bytes, name: str, other: str
+) -> None:
+    fields = struct.unpack_from("<Q", whole, 16)[0]
+    file = whole[:16] + struct.pack("<Q", fields + 1) + string(f"llama.{name}") + OTHERS[other] + whole[24:]
+    path = tmp_path / "m.gguf"
+    path.write_bytes(file + bytes(64))
+    if (name, other) == ("attention.sliding_window", "an empty list"):
+        assert models.load(path).config.window_of(0) is None
+        return
+    with pytest.raises((TypeError, ValueError), match=r"expected .*received "), at_most(5):
+        models.load(path)
+
+
+@pytest.mark.parametrize("old, new, words", [
+    ("blk.1.ffn_up.weight", "blk.0.ffn_up.weight", "the tensor 'blk.0.ffn_up.weight' is there twice"),
+    ("llama.attention.head_count_kv", "llama.attention.key_length", "the field 'llama.attention.key_length' is there"),
+])  # fmt: skip
+def test_what_is_there_twice_is_refused(tmp_path: Path, whole: bytes, old: str, new: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        load_bytes(tmp_path / "m.gguf", whole.replace(string(old), string(new)))
+
+
+def test_one_tensor_by_two_names_is_refused(tmp_path: Path) -> None:
+    there = arrays(model := tiny(), "llama")
+    there["model.layers.0.mlp.up_proj.weight"] = there["blk.0.ffn_up.weight"]
+    with pytest.raises(ValueError, match=r"two tensors are 'model\.layers\.0\.mlp\.up_proj\.weight'"):
+        models.load(write(tmp_path / "m.gguf", model, tensors=there))
 
 
 @pytest.mark.parametrize("missing", ["block_count", "embedding_length", "feed_forward_length", "head_count"])

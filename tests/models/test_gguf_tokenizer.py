@@ -4,6 +4,7 @@ from how they are defined."""
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -433,3 +434,52 @@ def test_smollm2_cuts_numbers_of_every_script(ours: Any) -> None:
 
 def test_smollm2_has_every_token_of_the_vocabulary(ours: Any, theirs: Any) -> None:
     assert ours.get_vocab() == theirs.get_vocab()
+
+
+# ----------------------------------------------------------------------------------------------------
+# What a hostile file can ask for
+
+
+def sentencepiece(path: Path, words: list[str], **fields: Any) -> Any:
+    words = ["<unk>", *words]
+    scores = [-float(i) for i in range(len(words))]
+    fields = {"model": "llama", "scores": scores, "unknown_token_id": 0, **fields}
+    return tokenizer_of(GgufFile(write(path / "m.gguf", words, **fields)))
+
+
+def peak(call: Any) -> int:
+    """Bytes of Python that a call needs at once."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("letters", [513, 50_000, 3_000_000])
+def test_a_token_of_very_many_letters_is_refused_in_little_memory(tmp_path: Path, letters: int) -> None:
+    def refused() -> None:
+        with pytest.raises(ValueError, match=rf"token 3 has {letters} letters, and 512 are the most"):
+            sentencepiece(tmp_path, ["a", "b", "a" * letters])
+
+    assert peak(refused) < 40 * letters + 2**22
+
+
+def test_a_token_of_many_letters_is_read(tmp_path: Path) -> None:
+    made = sentencepiece(tmp_path, ["▁", *("ab" * 2**i for i in range(9)), "a", "b"])
+    assert made.encode("ab" * 256).tokens == ["<unk>", "▁", "ab" * 256][1:]
+
+
+def test_more_merges_than_a_vocabulary_that_was_trained_has_are_refused(tmp_path: Path) -> None:
+    """Each of its tokens is made of two others in as many ways as it has letters: the merges would be their square."""
+    with pytest.raises(ValueError, match="more than 64 merges for each of its 401 tokens"):
+        sentencepiece(tmp_path, ["a" * i for i in range(1, 401)])
+    assert sentencepiece(tmp_path, ["▁", *("a" * i for i in range(1, 101))]).encode("a" * 50).tokens
+
+
+@pytest.mark.parametrize("field, value", [("model", ["llama"]), ("pre", [["gpt-2"]])])
+def test_a_kind_of_tokenizer_that_is_no_word_is_told(tmp_path: Path, field: str, value: Any) -> None:
+    fields = {"model": "gpt2", "merges": ["a b"], field: value}
+    with pytest.raises(ValueError, match=rf"tokenizer\.ggml\.{field}: expected .*, received \["):
+        tokenizer_of(GgufFile(write(tmp_path / "m.gguf", ["a", "b", "ab"], **fields)))

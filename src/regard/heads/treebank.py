@@ -20,16 +20,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from reprlib import repr as short
 from typing import NamedTuple
 
 from regard.errors import bad_type, bad_value
+from regard.models.files import open_regular
 
 __all__ = ["Mention", "Sentence", "Word", "read", "sentences"]
 
 _COLUMNS = 10
-_NUMBER = re.compile(r"[1-9]\d*")
-_RANGE = re.compile(r"([1-9]\d*)-([1-9]\d*)")
-_EMPTY = re.compile(r"\d+\.[1-9]\d*")
+_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+_RANGE = re.compile(r"([1-9][0-9]{0,8})-([1-9][0-9]{0,8})")
+_EMPTY = re.compile(r"[0-9]{1,9}\.[1-9][0-9]{0,8}")
+_DEEPEST = 256  # mentions around one word: each holds all its words
 _BRACKET = re.compile(r"\((?P<opened>[^()]+)(?P<closed>\))?|(?P<closes>[^()]+)\)")
 _PART = re.compile(r"\[(\d+)/(\d+)\]")
 _ENTITY_FIELDS = ("eid", "etype", "head", "other")  # what CorefUD writes, where the file does not say
@@ -119,7 +122,7 @@ def sentences(path: str | os.PathLike[str]) -> Iterator[Sentence]:
     """
     page = _Page(path)
     started = _Lines()
-    with open(path, "rb") as file:  # (bytes: a line that is no UTF-8 has a number too)
+    with open_regular(path) as file:  # (bytes: a line that is no UTF-8 has a number too)
         for raw in file:
             page.line += 1
             try:
@@ -223,7 +226,7 @@ class _Lines:
             self.rows.append(_Row(page.line, self.count, form, upos, head, relation, about))
             self.count += 1
         else:
-            raise page.wrong("the number of a word (3), a token (3-4) or an empty node (3.1)", repr(number))
+            raise page.wrong("the number of a word (3), a token (3-4) or an empty node (3.1)", short(number))
 
     def _inside_token(self) -> bool:
         """Whether the next word belongs to a token that was announced."""
@@ -239,6 +242,7 @@ class _Lines:
             raise page.wrong("at least one word in a sentence", "none", last)
         written = [row for row in self.rows if row.word is not None]
         heads = [_head(row, self.count, page) for row in written]
+        _check_tree(heads, written, page)
         text, spans = _placed(self.tokens, [row.form for row in written], self.text)
         words = tuple(
             Word(row.form, head, row.relation, row.upos, span)
@@ -252,10 +256,29 @@ def _head(row: _Row, count: int, page: _Page) -> int | None:
     if row.head in ("0", "_"):
         return None
     if not _NUMBER.fullmatch(row.head) or int(row.head) > count:
-        raise page.wrong(f"a head from 0 to {count}, the words of the sentence", repr(row.head), row.line)
+        raise page.wrong(f"a head from 0 to {count}, the words of the sentence", short(row.head), row.line)
     if int(row.head) - 1 == row.word:
         raise page.wrong("a head other than the word itself", row.head, row.line)
     return int(row.head) - 1
+
+
+def _check_tree(heads: list[int | None], rows: list[_Row], page: _Page) -> None:
+    """Raise where words depend on each other in a circle: from each one there is a way to a root."""
+    known = [False] * len(heads)
+    for start in range(len(heads)):
+        way, word = [], start
+        while not known[word]:
+            known[word] = True
+            way.append(word)
+            up = heads[word]
+            if up is None:
+                break
+            word = up
+        else:
+            if way and word in way:
+                circle = [str(one + 1) for one in way[way.index(word) :]]
+                raise page.wrong("a tree: no word that depends on itself through others",
+                                 f"words {short(circle)} in a circle", rows[word].line)  # fmt: skip
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -318,6 +341,7 @@ def _mentions(rows: list[_Row], heads: list[int | None], page: _Page) -> tuple[M
     opened: dict[tuple[str, str], list[_Opened]] = {}  # by entity and part
     parts: dict[str, list[int]] = {}  # rows of the parts so far, by entity
     found: list[tuple[int, Mention]] = []
+    depth = 0
     for at, row in enumerate(rows):
         brackets = row.misc.get("Entity", "")
         if not any(mark in brackets for mark in "()"):
@@ -330,10 +354,14 @@ def _mentions(rows: list[_Row], heads: list[int | None], page: _Page) -> tuple[M
             key = entity, part[0] if part else ""
             if bracket["opened"]:
                 opened.setdefault(key, []).append(_Opened(at, fields, row.line))
+                depth += 1
+                if depth > _DEEPEST:
+                    raise page.wrong(f"at most {_DEEPEST} mentions around one word", "more", row.line)
             if not bracket["opened"] or bracket["closed"]:
                 if not opened.get(key):
                     raise page.wrong(f"a bracket of {entity!r} opened before it is closed", repr(brackets), row.line)
                 start = opened[key].pop()
+                depth -= 1
                 held = list(range(start.row, at + 1))
                 if part:
                     parts[entity] = held = [*parts.get(entity, []), *held]

@@ -11,6 +11,7 @@ from typing import Literal, get_args, get_type_hints
 from regard.configurations import Configuration
 from regard.errors import bad_value
 from regard.linear import ACTIVATIONS
+from regard.models.fields import WIDTH
 
 __all__ = ["ModelConfig"]
 
@@ -76,6 +77,9 @@ class ModelConfig(Configuration):
                             *(("windows", window) for window in self.windows or ())):  # fmt: skip
             if given is not None and (type(given) is not int or given < 1):
                 raise bad_value(what, expected="a positive integer, or None", received=repr(given))
+        if (self.head_dim or 0) * self.num_heads > WIDTH:
+            raise bad_value("head_dim", expected=f"heads that are all together at most {WIDTH} wide",
+                            received=f"{self.num_heads} heads of width {self.head_dim}")  # fmt: skip
         for what in ("windows", "scales"):
             if (given := getattr(self, what)) is not None and len(given) != self.layers:
                 raise bad_value(what, expected=f"one for each of {self.layers} layers", received=len(given))
@@ -85,6 +89,10 @@ class ModelConfig(Configuration):
                 raise bad_value(what, expected=" or ".join(map(repr, allowed)), received=repr(given))
         if self.activation not in ACTIVATIONS:
             raise bad_value("activation", expected=f"one of {', '.join(ACTIVATIONS)}", received=repr(self.activation))
+        numbers = {"norm_eps": self.norm_eps, "rotary_base": self.rotary_base, "scale": self.scale}
+        for what, given in (*numbers.items(), *(("scales", scale) for scale in self.scales or ())):
+            if given is not None and not (isinstance(given, (int, float)) and 0 < given <= 1e30):
+                raise bad_value(what, expected="a positive number, finite", received=repr(given))
         if self.positions == "learned" and not self.context:
             raise bad_value("context", expected="the number of learned positions", received=self.context)
 

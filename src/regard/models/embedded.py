@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from regard.errors import bad_value
+from regard.models.files import open_regular, read_json
 
 __all__ = ["EMBEDDED", "Embedded", "check", "find"]
 
@@ -112,7 +113,7 @@ def check(path: Path, sha256: str, remedy: str) -> None:
     seen = {"size": about.st_size, "changed": about.st_mtime_ns, "sha256": sha256}
     if _remembered().get(str(path)) == seen:
         return
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         found = hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
     if found != sha256:
         raise bad_value(str(path), expected=f"the weights with SHA-256 {sha256}", received=found,
@@ -137,7 +138,7 @@ def _notes() -> Path:
 
 def _remembered() -> dict[str, object]:
     try:
-        notes = json.loads(_notes().read_text(encoding="utf-8"))
+        notes = read_json(_notes())
     except (OSError, ValueError, RuntimeError):  # none yet, not ours to read, or no home at all
         return {}
     return notes if isinstance(notes, dict) else {}

@@ -13,11 +13,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from reprlib import repr as short
 from typing import Any, Literal, NamedTuple
 
 from regard.errors import bad_type, bad_value
 from regard.layouts.base import linear
 from regard.models.config import ModelConfig
+from regard.models.fields import LAYERS, WIDTH, flag, integer, number, several, word
 from regard.positions import DynamicNTK, Linear, Llama3, LongRoPE, YaRN
 from regard.positions.rotary import Scaling
 
@@ -25,6 +28,8 @@ __all__ = ["FAMILIES", "Family", "family_of"]
 
 Settings = Mapping[str, Any]  # what a config.json holds
 Fields = dict[str, Any]  # arguments of ModelConfig
+
+Kind = Callable[[str, Any], Any]  # one of `regard.models.fields`
 
 _REQUIRED = object()
 
@@ -35,11 +40,11 @@ class At(NamedTuple):
     names: tuple[str, ...]
     default: Any = _REQUIRED
 
-    def read(self, settings: Settings) -> Any:
-        """The value; raises where it is required and not there."""
+    def read(self, settings: Settings, kind: Kind) -> Any:
+        """The value, which is of this kind; raises where it is not, or where it is required and not there."""
         for name in self.names:
             if settings.get(name) is not None:
-                return settings[name]
+                return kind(f"config.json: {name}", settings[name])
         if self.default is _REQUIRED:
             raise bad_value("config.json", expected=f"{' or '.join(map(repr, self.names))}", received="none")
         return self.default
@@ -48,6 +53,25 @@ class At(NamedTuple):
 def at(*names: str, default: Any = _REQUIRED) -> At:
     """See `At`."""
     return At(names, default)
+
+
+_WIDTH = partial(integer, most=WIDTH)
+_KINDS: Mapping[str, Kind] = {  # of ModelConfig's fields that `Family.fields` name
+    "layers": partial(integer, most=LAYERS),
+    "embed_dim": _WIDTH,
+    "num_heads": _WIDTH,
+    "num_kv_heads": _WIDTH,
+    "head_dim": _WIDTH,
+    "inner": _WIDTH,
+    "vocabulary": integer,
+    "context": integer,
+    "token_types": partial(integer, least=0),
+    "activation": lambda what, value: value,  # (see `_activation`)
+    "norm_eps": partial(number, above=0.0, most=1.0),
+    "bias": flag,
+    "mlp_bias": flag,
+    "tied": flag,
+}
 
 
 @dataclass(frozen=True)
@@ -82,18 +106,12 @@ class Family:
         for name, allowed in self.only.items():
             if settings.get(name, allowed[0]) not in allowed:
                 raise bad_value(f"config.json: {name}", expected=" or ".join(map(repr, allowed)),
-                                received=repr(settings[name]), remedy=WATCH)  # fmt: skip
+                                received=short(settings[name]), remedy=WATCH)  # fmt: skip
         if settings.get("quantization_config"):
             raise bad_value("config.json: quantization_config", expected="none: weights as they are, or a GGUF file",
-                            received=repr(settings["quantization_config"]), remedy=WATCH)  # fmt: skip
+                            received=short(settings["quantization_config"]), remedy=WATCH)  # fmt: skip
         found: Fields = {"family": self.name, "kind": self.kind, "causal": self.kind == "decoder", **self.fixed}
-        found |= {ours: where.read(settings) for ours, where in self.fields.items()}
-        for ours in ("layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "inner", "vocabulary", "context"):
-            given = found.get(ours)  # (what is derived divides by some of them, and counts by others)
-            if given is not None and (type(given) is not int or given < 1):
-                where = f"config.json: {' or '.join(self.fields[ours].names)}"
-                raise (bad_type if type(given) is not int else bad_value)(where, expected="a positive integer",
-                                                                          received=repr(given))  # fmt: skip
+        found |= {ours: where.read(settings, _KINDS[ours]) for ours, where in self.fields.items()}
         for derive in (*self.derived, _activation, _special_tokens):
             found |= derive(settings, found)
         try:
@@ -129,96 +147,122 @@ _ACTIVATIONS = {
 def _activation(settings: Settings, fields: Fields) -> Fields:
     if not isinstance(fields["activation"], str) or fields["activation"] not in _ACTIVATIONS:
         raise bad_value("config.json: the activation", expected=f"one of {', '.join(_ACTIVATIONS)}",
-                        received=repr(fields["activation"]), remedy=WATCH)  # fmt: skip
+                        received=short(fields["activation"]), remedy=WATCH)  # fmt: skip
     return {"activation": _ACTIVATIONS[fields["activation"]]}
+
+
+_TOKEN = partial(integer, least=-1)  # some say -1 for none
 
 
 def _special_tokens(settings: Settings, fields: Fields) -> Fields:
     """Token ids. Generation may end at several."""
     eos = settings.get("eos_token_id")
-    ends = tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,)
-    pad = settings.get("pad_token_id")
-    there = type(pad) is int and 0 <= pad < fields["vocabulary"]  # some say -1 for none, or one that was never added
-    return {"bos": settings.get("bos_token_id"), "eos": ends, "pad": pad if there else None}
+    ends = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
+    pad = at("pad_token_id", default=-1).read(settings, _TOKEN)
+    return {
+        "bos": at("bos_token_id", default=None).read(settings, _TOKEN),
+        "eos": several("config.json: eos_token_id", ends, _TOKEN),
+        "pad": pad if 0 <= pad < fields["vocabulary"] else None,  # (or one that was never added)
+    }
+
+
+_SHARE = partial(number, above=0.0, most=1.0)
 
 
 def _rotary(settings: Settings, fields: Fields) -> Fields:
     """Newer files have `rope_parameters`, older ones `rope_theta` and `rope_scaling`; GPT-NeoX had names of its own."""
     rope: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
-        if not isinstance(given := settings.get(name) or {}, Mapping):
-            raise bad_type(f"config.json: {name}", expected="an object", received=repr(given))
+        given = settings.get(name) or {}
+        if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+            raise bad_type(f"config.json: {name}", expected="an object, of all layers", received=short(given))
         rope |= given
-    base = rope.get("rope_theta") or settings.get("rope_theta") or settings.get("rotary_emb_base") or 10000.0
-    part = rope.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or settings.get("rotary_pct")
+    both = {**settings, **{name: value for name, value in rope.items() if value is not None}}
+    part = at("partial_rotary_factor", "rotary_pct", default=1.0).read(both, _SHARE)
     head_dim = fields.get("head_dim") or fields["embed_dim"] // fields["num_heads"]
     return {
         "positions": "rotary",
-        "rotary_base": float(base),
-        "rotary_width": None if part is None or part == 1 else int(head_dim * part),
+        "rotary_base": at("rope_theta", "rotary_emb_base", default=10000.0).read(both, partial(number, above=1.0)),
+        "rotary_width": None if part == 1 else int(head_dim * part),
         "rotary_scaling": _scaling(rope, fields.get("context")),
     }
 
 
+_FACTOR = partial(number, least=1e-3, most=1e6)  # of angles and scores: others overflow
+_SCALING_OPTIONS: Mapping[str, Kind] = {
+    "attention_factor": partial(number, least=1e-3, most=1e3),
+    "beta_fast": _FACTOR,
+    "beta_slow": _FACTOR,
+    "mscale": partial(number, least=0.0, most=1e3),
+    "mscale_all_dim": partial(number, least=0.0, most=1e3),
+    "truncate": flag,
+}
+
+
 def _scaling(rope: Mapping[str, Any], context: int | None) -> Scaling | None:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    trained = rope.get("original_max_position_embeddings") or context
-    options = {name: rope[name] for name in ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-                                             "truncate") if rope.get(name) is not None}  # fmt: skip
-    try:
-        match kind:
-            case "default":
-                return None
-            case "linear":
-                return Linear(rope["factor"])
-            case "dynamic":
-                return DynamicNTK(rope["factor"], int(context or trained or 0))
-            case "yarn":
-                return YaRN(rope["factor"], int(trained or 0), **options)
-            case "longrope":
-                factor = rope.get("factor") or (context or 0) / int(trained or 1)
-                return LongRoPE(rope["short_factor"], rope["long_factor"], int(trained or 0), factor=factor,
-                                attention_factor=rope.get("attention_factor"))  # fmt: skip
-            case "llama3":
-                return Llama3(rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], int(trained or 0))
-    except KeyError as missing:
-        raise bad_value(f"config.json: rope of type {kind!r}", expected=str(missing), received=dict(rope)) from None
+    kind = at("rope_type", "type", default="default").read(rope, word)
+    trained = at("original_max_position_embeddings", default=context or 0).read(rope, integer)
+    options = {name: at(name).read(rope, kind) for name, kind in _SCALING_OPTIONS.items() if rope.get(name) is not None}
+
+    def needed(name: str, of: Kind = _FACTOR) -> Any:
+        if rope.get(name) is None:
+            raise bad_value(f"config.json: rope of type {kind!r}", expected=repr(name), received=short(dict(rope)))
+        return at(name).read(rope, of)
+
+    match kind:
+        case "default":
+            return None
+        case "linear":
+            return Linear(needed("factor"))
+        case "dynamic":
+            return DynamicNTK(needed("factor"), context or trained)
+        case "yarn":
+            return YaRN(needed("factor"), trained, **options)
+        case "longrope":
+            factor = at("factor", default=(context or 0) / (trained or 1)).read(rope, _FACTOR)
+            factors = partial(several, kind=_FACTOR)
+            return LongRoPE(needed("short_factor", factors), needed("long_factor", factors), trained, factor=factor,
+                            attention_factor=options.get("attention_factor"))  # fmt: skip
+        case "llama3":
+            return Llama3(needed("factor"), needed("low_freq_factor"), needed("high_freq_factor"), trained)
     raise bad_value("config.json: rope_type", expected="default, linear, dynamic, yarn, longrope or llama3",
-                    received=repr(kind), remedy=WATCH)  # fmt: skip
+                    received=short(kind), remedy=WATCH)  # fmt: skip
 
 
 def _windows(settings: Settings, fields: Fields) -> Fields:
     """Which layers see only so many tokens back."""
-    window, layers = settings.get("sliding_window"), fields["layers"]
+    layers = fields["layers"]
     qwen = fields["family"] in ("qwen2", "qwen3")  # they say of a window whether, and from which layer on, it is used
-    if window is None or not settings.get("use_sliding_window", not qwen):
+    if settings.get("sliding_window") is None or not at("use_sliding_window", default=not qwen).read(settings, flag):
         return {}
-    kinds = settings.get("layer_types")
-    if kinds is not None:
-        if len(kinds) != layers:
+    window = at("sliding_window").read(settings, integer)
+    if settings.get("layer_types") is not None:
+        kinds = settings["layer_types"]
+        if not isinstance(kinds, (list, tuple)) or len(kinds) != layers:
             raise bad_value("config.json: layer_types", expected=f"one for each of {layers} layers",
-                            received=len(kinds))  # fmt: skip
+                            received=len(kinds) if isinstance(kinds, (list, tuple)) else short(kinds))  # fmt: skip
         for kind in kinds:
             if kind not in ("sliding_attention", "full_attention"):
                 raise bad_value("config.json: layer_types", expected="sliding_attention or full_attention",
-                                received=repr(kind), remedy=WATCH)  # fmt: skip
+                                received=short(kind), remedy=WATCH)  # fmt: skip
         return {"windows": tuple(window if kind == "sliding_attention" else None for kind in kinds)}
-    first = settings.get("max_window_layers", 28) if qwen else 0
+    first = at("max_window_layers", default=28).read(settings, partial(integer, least=0)) if qwen else 0
     return {"windows": tuple(window if i >= first else None for i in range(layers))}
 
 
 def _gpt2_scales(settings: Settings, fields: Fields) -> Fields:
-    if not settings.get("scale_attn_by_inverse_layer_idx") and settings.get("scale_attn_weights", True):
+    scaled = at("scale_attn_weights", default=True).read(settings, flag)
+    by_layer = at("scale_attn_by_inverse_layer_idx", default=False).read(settings, flag)
+    if scaled and not by_layer:
         return {}
     head_dim = fields["embed_dim"] // fields["num_heads"]
-    scale = head_dim**-0.5 if settings.get("scale_attn_weights", True) else 1.0
-    by_layer = bool(settings.get("scale_attn_by_inverse_layer_idx"))
+    scale = head_dim**-0.5 if scaled else 1.0
     return {"scales": tuple(scale / (i + 1 if by_layer else 1) for i in range(fields["layers"]))}
 
 
 def _roberta_context(settings: Settings, fields: Fields) -> Fields:
     """Its positions begin after the padding's, and the table has rows for those before it too."""
-    first = (1 if settings.get("pad_token_id") is None else settings["pad_token_id"]) + 1
+    first = 1 + at("pad_token_id", default=1).read(settings, partial(integer, least=0))
     return {"first_position": first, "context": fields["context"] - first}
 
 
@@ -365,7 +409,9 @@ _NEOX = Family(
     },
     fixed={"norm": "layer"},
     derived=(
-        lambda settings, _: {"order": "parallel" if settings.get("use_parallel_residual", True) else "pre"},
+        lambda settings, _: {
+            "order": "parallel" if at("use_parallel_residual", default=True).read(settings, flag) else "pre"
+        },
         lambda settings, fields: _rotary({"rotary_pct": 0.25, **settings}, fields),
     ),
     prefix="gpt_neox.",
@@ -453,9 +499,9 @@ _ALSO = {"xlm-roberta": "roberta", "camembert": "roberta"}  # the same under ano
 def family_of(settings: Settings) -> Family:
     """The family that a config.json belongs to."""
     name = settings.get("model_type")
-    name = _ALSO.get(str(name), name)
+    name = _ALSO.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in FAMILIES:
-        received = "no model_type" if name is None else f"model_type {name!r}"
+        received = "no model_type" if name is None else f"model_type {short(name)}"
         raise bad_value("config.json", expected=f"a model of one of the families {', '.join(FAMILIES)}",
                         received=received, remedy=WATCH)  # fmt: skip
     return FAMILIES[name]

@@ -10,6 +10,7 @@ import math
 import mmap
 from collections.abc import Callable
 from pathlib import Path
+from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,9 @@ from torch import Tensor
 from regard.errors import bad_value, missing_extra
 from regard.layouts import rotary_pairs
 from regard.models.families import WATCH
+from regard.models.fields import LAYERS, WIDTH, integer
 from regard.models.gguf_header import Stored, read_header
-from regard.models.weights import damaged
+from regard.models.files import damaged, open_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +44,8 @@ _SETTINGS = {  # config.json's key -> GGUF's, after "llama."
     "sliding_window": "attention.sliding_window",
     "vocab_size": "vocab_size",
 }
+
+_NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads")
 
 _NAMES = {  # after "blk.{i}." -> after "model.layers.{i}."
     "attn_norm": "input_layernorm",
@@ -74,11 +78,14 @@ class GgufFile:
         self.where = str(path)
         self._to_halves: dict[str, Callable[[Tensor], Tensor]] = {}
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 self._file = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             header = read_header(self._file)
             self._fields = header.fields
-            self._tensors = {_translated(name): stored for name, stored in header.tensors.items()}
+            self._tensors: dict[str, Stored] = {}
+            for name, stored in header.tensors.items():
+                if self._tensors.setdefault(_translated(name), stored) is not stored:
+                    raise ValueError(f"two tensors are {_translated(name)!r}, one of them as {name!r}")
             self._sizes = {name: self._check(name, stored) for name, stored in self._tensors.items()}
         except (ValueError, OverflowError) as error:  # (an empty file cannot be mapped)
             raise damaged(path, error, what="a GGUF file") from error
@@ -86,7 +93,7 @@ class GgufFile:
         architecture = self.field("general.architecture", "")
         if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
             raise bad_value(str(path), expected=f"a GGUF file of one of {', '.join(_ARCHITECTURES)}",
-                            received=f"{architecture!r}", remedy=WATCH)  # fmt: skip
+                            received=short(architecture), remedy=WATCH)  # fmt: skip
         self.dtypes = dict.fromkeys(self.shapes, torch.float32)
         self.settings = self._read_settings(architecture)
         self._to_halves = self._pairs(_ARCHITECTURES[architecture][1])
@@ -140,18 +147,22 @@ class GgufFile:
         settings: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             if isinstance(settings.get(name), list):  # one per layer
-                if len(set(settings[name])) != 1:
-                    raise bad_value(f"{self.where}: {name}", expected="the same in all layers", received=settings[name])
-                settings[name] = settings[name][0]
+                first = settings[name][0] if settings[name] else None
+                if first is None or any(one != first for one in settings[name]):
+                    raise bad_value(f"{self.where}: {name}", expected="the same in all layers",
+                                    received=short(settings[name]))  # fmt: skip
+                settings[name] = first
         if self.field(f"{architecture}.expert_count", 0):
             raise bad_value(self.where, expected="one feed-forward part per layer", received="a mixture of experts",
                             remedy=WATCH)  # fmt: skip
         if "model.embed_tokens.weight" in self.shapes:
             settings.setdefault("vocab_size", self.shapes["model.embed_tokens.weight"][0])
-        for name in ("num_hidden_layers", "hidden_size", "num_attention_heads"):
-            if type(settings.get(name)) is not int or settings[name] < 1:
-                raise bad_value(f"{self.where}: {architecture}.{_SETTINGS[name]}", expected="a positive integer",
-                                received=repr(settings.get(name)))  # fmt: skip
+        for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+            where = f"{self.where}: {architecture}.{_SETTINGS[name]}"
+            if name in settings:
+                integer(where, settings[name], most=LAYERS if name == "num_hidden_layers" else WIDTH)
+            elif name in _NEEDED:
+                raise bad_value(where, expected="a positive integer", received="none")
         if not settings.get("sliding_window"):
             settings.pop("sliding_window", None)
         settings["model_type"] = family
@@ -169,7 +180,8 @@ class GgufFile:
         """How positions are turned and scaled."""
         rope: dict[str, Any] = {"rope_theta": settings.get("rope_theta", 10000.0)}
         head_dim = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
-        turned = self.field(f"{architecture}.rope.dimension_count", head_dim)
+        turned = integer(f"{self.where}: {architecture}.rope.dimension_count",
+                         self.field(f"{architecture}.rope.dimension_count", head_dim), most=head_dim)  # fmt: skip
         if turned != head_dim:
             rope["partial_rotary_factor"] = turned / head_dim
         kind = self.field(f"{architecture}.rope.scaling.type", "none")
@@ -182,7 +194,7 @@ class GgufFile:
             return rope | {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 1.0,
                            "attention_factor": 1.0}  # fmt: skip
         if kind not in ("none", "linear", "yarn"):
-            raise bad_value(f"{self.where}: rope.scaling.type", expected="none, linear or yarn", received=repr(kind))
+            raise bad_value(f"{self.where}: rope.scaling.type", expected="none, linear or yarn", received=short(kind))
         if kind != "none":
             rope |= {"rope_type": kind, "factor": self.field(f"{architecture}.rope.scaling.factor", 1.0)}
             trained = self.field(f"{architecture}.rope.scaling.original_context_length")

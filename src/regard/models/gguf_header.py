@@ -56,10 +56,14 @@ def read_header(file: memoryview) -> Header:
     fields = {}
     for _ in range(fields_count):
         name = reader.string()
+        if name in fields:
+            raise ValueError(f"the field {name!r} is there twice")
         fields[name] = reader.value(reader.scalar("I"))
     listed = {}
     for _ in range(count):
         name, axes = reader.string(), reader.scalar("I")
+        if name in listed:
+            raise ValueError(f"the tensor {name!r} is there twice")
         if axes > 8:
             raise ValueError(f"the tensor {name!r} has {axes} axes")
         shape = tuple(reversed(reader.scalars(f"{axes}Q")))

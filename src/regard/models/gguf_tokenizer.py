@@ -9,9 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from regard.errors import bad_value, missing_extra
+from regard.errors import bad_value, is_panic, missing_extra
 from regard.models.gguf_file import GgufFile
-from regard.models.weights import damaged
+from regard.models.files import damaged
 
 __all__ = ["UnknownTokenizer", "tokenizer_of"]
 
@@ -46,16 +46,18 @@ def tokenizer_of(file: GgufFile) -> Any:
     kind, words = file.field("tokenizer.ggml.model"), file.field("tokenizer.ggml.tokens")
     if kind is None or words is None:
         return None
-    if kind not in ("gpt2", "llama"):
+    if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
         raise _unknown(file, "tokenizer.ggml.model", "gpt2 or llama", kind)
     cut = file.field("tokenizer.ggml.pre", "gpt-2")
-    if kind == "gpt2" and cut not in _CUTS:
+    if kind == "gpt2" and (not isinstance(cut, str) or cut not in _CUTS):
         raise _unknown(file, "tokenizer.ggml.pre", f"one of {', '.join(_CUTS)}", cut)
     if kind == "llama" and file.field("tokenizer.ggml.scores") is None:
         raise bad_value(file.where, expected="tokenizer.ggml.scores, from which merges follow", received="none")
     try:
         return _tokenizer(file, kind, words)
-    except Exception as error:  # tokenizers raises plain Exception
+    except BaseException as error:  # tokenizers raises plain Exception, and panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise damaged(Path(file.where), error, what="a GGUF file with a whole tokenizer") from error
 
 
@@ -104,23 +106,35 @@ def _byte_level(file: GgufFile, vocabulary: dict[str, int]) -> Any:
     return made
 
 
+_LONGEST = 512  # letters of a token: SentencePiece makes none that are longer
+_MERGES = 64  # that give the same token, on average; in vocabularies that were trained there are about two
+
+
+def _merges(words: list[str], scores: list[float], vocabulary: dict[str, int]) -> list[tuple[str, str]]:
+    """Two tokens merge if their union is a token, the likelier union first. A token of L letters may be cut in L - 1
+    places, each cut copies it: both are limited, so that a small file cannot ask for much memory."""
+    merges: list[tuple[float, tuple[str, str]]] = []
+    for number, (word, score) in enumerate(zip(words, scores, strict=True)):
+        if len(word) > _LONGEST:
+            raise ValueError(f"token {number} has {len(word)} letters, and {_LONGEST} are the most")
+        cuts = ((vocabulary.get(word[:i]), vocabulary.get(word[i:])) for i in range(1, len(word)))
+        known = sorted((left, right) for left, right in cuts if left is not None and right is not None)
+        merges += [(score, (words[left], words[right])) for left, right in known]
+        if len(merges) > _MERGES * len(words):
+            raise ValueError(f"more than {_MERGES} merges for each of its {len(words)} tokens")
+    merges.sort(key=lambda item: -item[0])
+    return [pair for _, pair in merges]
+
+
 def _sentencepiece(file: GgufFile, words: list[str], vocabulary: dict[str, int]) -> Any:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    scores = file.field("tokenizer.ggml.scores")
-    # Two tokens merge if their union is a token, the likelier union first.
-    merges = []
-    for word, score in zip(words, scores, strict=True):
-        cuts = [(word[:i], word[i:]) for i in range(1, len(word))]
-        known = [(left, right) for left, right in cuts if left in vocabulary and right in vocabulary]
-        known.sort(key=lambda pair: (vocabulary[pair[0]], vocabulary[pair[1]]))
-        merges += [(score, pair) for pair in known]
-    merges.sort(key=lambda item: -item[0])
+    merges = _merges(words, file.field("tokenizer.ggml.scores"), vocabulary)
     unknown = file.field("tokenizer.ggml.unknown_token_id")
     made = Tokenizer(
         models.BPE(
             vocab=vocabulary,
-            merges=[pair for _, pair in merges],
+            merges=merges,
             unk_token=None if unknown is None else words[unknown],
             fuse_unk=True,
             byte_fallback=True,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.errors import bad_type, bad_value, missing_extra
+from regard.errors import bad_type, bad_value, is_panic, missing_extra
 from regard.layouts.base import Layout
 from regard.layouts.convert import LAYOUTS
 from regard.models import embedded
@@ -29,9 +29,11 @@ from regard.models.config import ModelConfig
 from regard.models.decoder import Decoder
 from regard.models.encoder import Encoder
 from regard.models.families import Family, family_of
+from regard.models.fields import integer
+from regard.models.files import check_regular, damaged, read_json
 from regard.models.gguf_file import GgufFile
 from regard.models.gguf_tokenizer import UnknownTokenizer, tokenizer_of
-from regard.models.weights import SafetensorsFolder, Weights, damaged, read_json
+from regard.models.weights import SafetensorsFolder, Weights
 
 __all__ = ["Source", "blank", "load", "source"]
 
@@ -148,7 +150,8 @@ def source(name: str | os.PathLike[str], *, check: bool = True) -> Source:
             raise bad_value("model", expected=f"one of {', '.join(embedded.EMBEDDED)}, or a folder or GGUF file",
                             received=repr(short), remedy=f"did you mean {near[0]!r}?" if near else "")  # fmt: skip
         short = path.stem if path.is_file() else path.resolve().name
-    if path.is_file():
+    if not path.is_dir():
+        check_regular(path)
         if path.suffix == ".safetensors" or path.name == "config.json":
             raise bad_value("model", expected="a folder, or a GGUF file", received=str(path),
                             remedy=f"the folder it is in: {str(path.parent)!r}")  # fmt: skip
@@ -166,7 +169,7 @@ def source(name: str | os.PathLike[str], *, check: bool = True) -> Source:
 def _settings(folder: Path) -> dict[str, Any]:
     """config.json; the tokens at which generation ends are in generation_config.json where there is one."""
     settings = _object(folder / "config.json")
-    if (folder / "generation_config.json").is_file():
+    if (folder / "generation_config.json").exists():
         more = read_json(folder / "generation_config.json")
         if isinstance(more, dict) and more.get("eos_token_id") is not None:
             settings["eos_token_id"] = more["eos_token_id"]
@@ -176,15 +179,16 @@ def _settings(folder: Path) -> dict[str, Any]:
 def _recipe(folder: Path) -> dict[str, Any]:
     """How sentence embeddings are made, where files beside the weights tell."""
     recipe: dict[str, Any] = {}
-    if (folder / "sentence_bert_config.json").is_file():
-        recipe["embed_length"] = _object(folder / "sentence_bert_config.json").get("max_seq_length")
-    if (folder / "1_Pooling" / "config.json").is_file():
+    if (folder / "sentence_bert_config.json").exists():
+        said = _object(folder / "sentence_bert_config.json").get("max_seq_length")
+        recipe["embed_length"] = None if said is None else integer("sentence_bert_config.json: max_seq_length", said)
+    if (folder / "1_Pooling" / "config.json").exists():
         pooling = _object(folder / "1_Pooling" / "config.json")
         modes = [name for name, on in pooling.items() if name.startswith("pooling_mode_") and on is True]
         recipe["pooling"] = "cls" if modes == ["pooling_mode_cls_token"] else "mean"
         if modes not in (["pooling_mode_cls_token"], ["pooling_mode_mean_tokens"], []):
             recipe["not_pooled"] = f"pooling by {' and '.join(modes)}"
-    if (folder / "modules.json").is_file():
+    if (folder / "modules.json").exists():
         listed = read_json(folder / "modules.json")
         if not isinstance(listed, list) or not all(isinstance(part, dict) for part in listed):
             raise damaged(folder / "modules.json", f"a {type(listed).__name__}", what="a list of objects")
@@ -205,15 +209,18 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _tokenizer_json(path: Path) -> Any:
     """The tokenizer as it is, but with padding and truncation off: those are the caller's to choose."""
-    if not path.is_file():
+    if not path.exists():
         return None
+    check_regular(path)
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise missing_extra("tokenizers", "models") from error
     try:
         made = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises plain Exception
+    except BaseException as error:  # tokenizers raises plain Exception, and panics
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise damaged(path, error, what="a tokenizer.json") from error
     made.no_padding()
     made.no_truncation()

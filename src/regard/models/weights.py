@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from regard.errors import bad_value, missing_extra
+from regard.errors import bad_value
+from regard.models.files import damaged, open_safetensors, read_json
 
 __all__ = ["SafetensorsFolder", "Weights", "damaged", "read_json"]
 
@@ -29,22 +29,6 @@ class Weights(Protocol):
         ...
 
 
-def damaged(path: Path, why: object, *, what: str = "a whole file") -> ValueError:
-    """The error for a file that cannot be what it should be."""
-    return bad_value(str(path), expected=what, received=f"one that is damaged or cut short ({why})",
-                     remedy="fetch or install it again")  # fmt: skip
-
-
-def read_json(path: Path) -> Any:
-    """What a JSON file holds."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise bad_value(str(path.parent), expected=f"a folder with {path.name}", received="none in it") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, IsADirectoryError) as error:
-        raise damaged(path, error, what="JSON") from error
-
-
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
            "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
            "BOOL": torch.bool}  # fmt: skip
@@ -55,26 +39,19 @@ class SafetensorsFolder:
     file: nothing is read before it is used, and what is written to them stays in this process."""
 
     def __init__(self, folder: Path) -> None:
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError as error:
-            raise missing_extra("safetensors", "models") from error
         self.where = str(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self._files: dict[str, Any] = {}  # name of a tensor -> the open file it is in
         listed = self._listed(folder)
         for path in sorted(set(listed.values())) if listed else [folder / "model.safetensors"]:
-            if not path.is_file():
+            if not path.exists():
                 raise self._absent(folder, path, sharded=bool(listed))
-            try:
-                file = safe_open(path, framework="pt")
-                for name in file.keys():  # noqa: SIM118 - it is no mapping
-                    part = file.get_slice(name)
-                    self.shapes[name], self._files[name] = tuple(part.get_shape()), file
-                    self.dtypes[name] = _DTYPES.get(part.get_dtype(), torch.uint8)
-            except (SafetensorError, OSError) as error:
-                raise damaged(path, error, what="a safetensors file") from error
+            file = open_safetensors(path)
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                part = file.get_slice(name)
+                self.shapes[name], self._files[name] = tuple(part.get_shape()), file
+                self.dtypes[name] = _DTYPES.get(part.get_dtype(), torch.uint8)
         for name in listed:
             if name not in self.shapes:
                 raise bad_value(str(listed[name]), expected=f"the tensor {name!r}, as the index says",
@@ -84,7 +61,7 @@ class SafetensorsFolder:
     def _listed(folder: Path) -> dict[str, Path]:
         """Which shard each tensor is in; empty where there is one file alone."""
         index = folder / "model.safetensors.index.json"
-        if (folder / "model.safetensors").is_file() or not index.is_file():
+        if (folder / "model.safetensors").exists() or not index.exists():
             return {}
         table = read_json(index)
         listed = table.get("weight_map") if isinstance(table, dict) else None

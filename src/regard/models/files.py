@@ -1,0 +1,86 @@
+"""Files that come from others, opened in one place: only regular files, and what is wrong with one is said in words.
+
+A pipe or a device in the place of a file would make whoever opens it wait for ever; JSON that is nested too deeply, or
+that holds a number of ten thousand digits, is no `JSONDecodeError`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from regard.errors import bad_value, is_panic, missing_extra
+
+__all__ = ["check_regular", "damaged", "open_regular", "open_safetensors", "parse_json", "read_json"]
+
+
+def damaged(path: str | os.PathLike[str], why: object, *, what: str = "a whole file") -> ValueError:
+    """The error for a file that cannot be what it should be."""
+    return bad_value(str(path), expected=what, received=f"one that is damaged or cut short ({why})",
+                     remedy="fetch or install it again")  # fmt: skip
+
+
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def check_regular(path: str | os.PathLike[str], mode: int | None = None) -> None:
+    """Raise where there is something else than a file: a folder, a pipe, a device. (`mode`: of the file, if known.)"""
+    mode = os.stat(path).st_mode if mode is None else mode
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
+        raise bad_value(str(path), expected="a file", received=kind)
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """A file opened for reading bytes. Raises `OSError` as `open` does, and `ValueError` where it is no file."""
+    check_regular(path)  # (opening some devices does something)
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))  # a pipe: no wait
+    try:
+        check_regular(path, os.fstat(handle).st_mode)  # (it may be another one by now)
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def open_safetensors(path: str | os.PathLike[str], what: str = "a safetensors file") -> Any:
+    """A safetensors file, open: its names, shapes and metadata; no number is read."""
+    try:
+        from safetensors import safe_open
+    except ImportError as error:
+        raise missing_extra("safetensors", "models") from error
+    check_regular(path)
+    try:
+        return safe_open(str(path), framework="pt")
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
+        raise damaged(path, error, what=what) from error
+
+
+def parse_json(text: str | bytes, path: str | os.PathLike[str], what: str = "JSON") -> Any:
+    """What a text of JSON out of a file holds."""
+    try:
+        return json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
+    except RecursionError:
+        raise damaged(path, "it is nested too deeply", what=what) from None
+    except ValueError as error:  # no UTF-8, no JSON, or an integer of too many digits
+        raise damaged(path, error, what=what) from error
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds."""
+    try:
+        with open_regular(path) as file:
+            return parse_json(file.read(), path)
+    except FileNotFoundError:
+        raise bad_value(str(path.parent), expected=f"a folder with {path.name}", received="none in it") from None

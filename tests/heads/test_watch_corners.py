@@ -113,17 +113,14 @@ def test_beams_are_refused_whatever_the_cache(family: str) -> None:
         model.generate(**given, max_new_tokens=6, min_new_tokens=6, do_sample=False, num_beams=3)
 
 
-def test_speculation_is_right_or_refused() -> None:
-    """Guessed tokens are read, and what was guessed wrong is cut from the cache again."""
+def test_speculation_is_refused() -> None:
+    """Guessed tokens are read, and what was guessed wrong is cut from the cache again: the pieces that were seen are no
+    text. (The prompt repeats itself, so that there is a guess; the model, of random weights, does not.)"""
     model, ids = hf_models.model("llama"), torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7]])
     options = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "prompt_lookup_num_tokens": 3}
-    try:
-        with regard.watch(model, measures=wanted()) as seen:
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    except ValueError:
-        return
-    for name, oracle in hf_models.eager("llama", hf_models.model("llama", "eager"), {"input_ids": out[:, :-1]}).items():
-        agree(seen[name], Oracle(oracle.weights))
+    words = "expected a cache that is added to, received one that was cut, as in assisted generation and prompt lookup"
+    with pytest.raises(ValueError, match=words), regard.watch(model, measures=wanted()):
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
 
 def test_a_talk_that_goes_on_with_its_cache() -> None:

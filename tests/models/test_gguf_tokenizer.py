@@ -440,7 +440,7 @@ def test_smollm2_has_every_token_of_the_vocabulary(ours: Any, theirs: Any) -> No
 # What a hostile file can ask for
 
 
-def sentencepiece(path: Path, words: list[str], **fields: Any) -> Any:
+def of_pieces(path: Path, words: list[str], **fields: Any) -> Any:
     words = ["<unk>", *words]
     scores = [-float(i) for i in range(len(words))]
     fields = {"model": "llama", "scores": scores, "unknown_token_id": 0, **fields}
@@ -461,21 +461,21 @@ def peak(call: Any) -> int:
 def test_a_token_of_very_many_letters_is_refused_in_little_memory(tmp_path: Path, letters: int) -> None:
     def refused() -> None:
         with pytest.raises(ValueError, match=rf"token 3 has {letters} letters, and 512 are the most"):
-            sentencepiece(tmp_path, ["a", "b", "a" * letters])
+            of_pieces(tmp_path, ["a", "b", "a" * letters])
 
     assert peak(refused) < 40 * letters + 2**22
 
 
 def test_a_token_of_many_letters_is_read(tmp_path: Path) -> None:
-    made = sentencepiece(tmp_path, ["▁", *("ab" * 2**i for i in range(9)), "a", "b"])
+    made = of_pieces(tmp_path, ["▁", *("ab" * 2**i for i in range(9)), "a", "b"])
     assert made.encode("ab" * 256).tokens == ["<unk>", "▁", "ab" * 256][1:]
 
 
 def test_more_merges_than_a_vocabulary_that_was_trained_has_are_refused(tmp_path: Path) -> None:
     """Each of its tokens is made of two others in as many ways as it has letters: the merges would be their square."""
     with pytest.raises(ValueError, match="more than 64 merges for each of its 401 tokens"):
-        sentencepiece(tmp_path, ["a" * i for i in range(1, 401)])
-    assert sentencepiece(tmp_path, ["▁", *("a" * i for i in range(1, 101))]).encode("a" * 50).tokens
+        of_pieces(tmp_path, ["a" * i for i in range(1, 401)])
+    assert of_pieces(tmp_path, ["▁", *("a" * i for i in range(1, 101))]).encode("a" * 50).tokens
 
 
 @pytest.mark.parametrize("field, value", [("model", ["llama"]), ("pre", [["gpt-2"]])])

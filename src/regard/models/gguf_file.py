@@ -163,8 +163,8 @@ class GgufFile:
                 integer(where, settings[name], most=LAYERS if name == "num_hidden_layers" else WIDTH)
             elif name in _NEEDED:
                 raise bad_value(where, expected="a positive integer", received="none")
-        if not settings.get("sliding_window"):
-            settings.pop("sliding_window", None)
+        if settings.get("sliding_window") == 0:
+            del settings["sliding_window"]
         settings["model_type"] = family
         settings |= {"use_sliding_window": True, "max_window_layers": 0}  # a window is for all layers
         settings["tie_word_embeddings"] = "lm_head.weight" not in self.shapes

@@ -384,7 +384,9 @@ def pruned_file(path: Path, about: Any) -> Path:
 def test_a_file_does_not_choose_what_else_is_opened(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("a model was opened"))
     file = pruned_file(tmp_path / "small", {"model": name, "heads": []})
-    with pytest.raises(ValueError, match=r"small: model: expected one of minilm, smollm2, received .*remedy: say which"):
+    with pytest.raises(
+        ValueError, match=r"small: model: expected one of minilm, smollm2, received .*remedy: say which"
+    ):
         load_pruned(file)
 
 
@@ -417,7 +419,9 @@ def test_a_pruned_file_that_is_damaged(about: Any, words: str, tmp_path: Path) -
 
 def test_a_pruned_file_with_weights_of_another_model(tmp_path: Path) -> None:
     file = pruned_file(tmp_path / "small", {"model": "minilm", "heads": [[0, [1]]]})
-    with pytest.raises(ValueError, match=r"small: expected the weights of .* without those heads, received one that is"):
+    with pytest.raises(
+        ValueError, match=r"small: expected the weights of .* without those heads, received one that is"
+    ):
         load_pruned(file, Encoder(ModelConfig(**_ENCODER)))
     file.write_bytes(b"no tensors")
     with pytest.raises(ValueError, match=r"small: expected a file that `save_pruned` wrote, received one that is dama"):

@@ -62,7 +62,7 @@ def written(about: Any, tensors: dict[str, Tensor]) -> bytes:
 
 
 def outcome(path: Path, content: bytes) -> str:
-    """"loaded", where everything can be asked of it; or "refused", in words with the name of the file."""
+    """ "loaded", where everything can be asked of it; or "refused", in words with the name of the file."""
     path.write_bytes(content)
     try:
         record = Record.load(path)

@@ -805,9 +805,7 @@ def test_a_value_of_another_kind_is_told_in_words(tmp_path: Path, whole: bytes, 
 
 @pytest.mark.parametrize("name", ["rope.dimension_count", "attention.sliding_window", "rope.scaling.type"])
 @pytest.mark.parametrize("other", [other for other in OTHERS if other != "true"])
-def test_a_setting_of_another_kind_that_need_not_be_there(
-    tmp_path: Path, whole: bytes, name: str, other: str
-) -> None:
+def test_a_setting_of_another_kind_that_need_not_be_there(tmp_path: Path, whole: bytes, name: str, other: str) -> None:
     fields = struct.unpack_from("<Q", whole, 16)[0]
     file = whole[:16] + struct.pack("<Q", fields + 1) + string(f"llama.{name}") + OTHERS[other] + whole[24:]
     path = tmp_path / "m.gguf"

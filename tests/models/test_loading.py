@@ -469,6 +469,20 @@ def test_a_prefix_that_a_wrapper_left_is_not_guessed_but_named(prefix, llama):
 # Shards
 
 
+@pytest.mark.parametrize("mmap", [True, False])
+def test_a_mapped_file_is_part_of_the_model(llama, mmap):
+    """Whoever writes into it changes the weights; a copy is one's own."""
+    model = models.load(llama, mmap=mmap)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    size = (llama / "model.safetensors").stat().st_size
+    with (llama / "model.safetensors").open("r+b") as file:
+        header = 8 + int.from_bytes(file.read(8), "little")
+        file.seek(header)
+        file.write(bytes(size - header))
+    changed = [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])]
+    assert bool(changed) is mmap
+
+
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
     from models.tiny import Original

@@ -30,9 +30,7 @@ def save_pruned(model: TextModel, heads: Mapping[Any, Iterable[int]], path: str 
     save_model(model, str(path), metadata={"regard.pruned": json.dumps(said)})
 
 
-def load_pruned(
-    path: str | PathLike[str], model: TextModel | str | PathLike[str] | None = None
-) -> TextModel:
+def load_pruned(path: str | PathLike[str], model: TextModel | str | PathLike[str] | None = None) -> TextModel:
     """Read a model that `save_pruned` wrote.
 
     Args:

@@ -40,10 +40,10 @@ def save(record: Record, path: str | PathLike[str]) -> None:
         raise missing_extra("safetensors", "models") from None
     tensors: dict[str, Tensor] = {}
     layers = []
-    for number, layer in enumerate(record):
+    for i, layer in enumerate(record):
         layers.append(_described(layer))
         for name, tensor in _tensors(layer).items():
-            tensors[f"{number}/{name}"] = tensor.detach().cpu().contiguous().clone()
+            tensors[f"{i}/{name}"] = tensor.detach().cpu().contiguous().clone()
     about = {"version": VERSION, "layers": layers}
     if record.unseen:
         about["unseen"] = record.unseen
@@ -71,10 +71,10 @@ def load(path: str | PathLike[str]) -> Record:
             stored = _tensors_of(file)
             layers = _objects("layers", about.get("layers"), most=LAYERS)
             record = Record()
-            for number_, layer in enumerate(layers):
-                made = _layer(f"layers[{number_}]", layer, stored.pop(str(number_), {}))
+            for i, layer in enumerate(layers):
+                made = _layer(f"layers[{i}]", layer, stored.pop(str(i), {}))
                 if made.name in record.by_name:
-                    raise bad_value(f"layers[{number_}].name", expected="names that differ", received=short(made.name))
+                    raise bad_value(f"layers[{i}].name", expected="names that differ", received=short(made.name))
                 record.by_name[made.name] = made
             if stored:
                 raise bad_value("tensors", expected=f"those of {len(layers)} layers", received=short(min(stored)))
@@ -261,7 +261,7 @@ def _value(
     one: Measure, name: str, axis: str, parts: dict[str, _Stored], per_query: tuple[int, int, int], keys: int
 ) -> Any:
     """What a measure gave for the last text, taken out of `parts`; None where it gave nothing."""
-    batch, heads, queries = per_query
+    batch, heads, _ = per_query
     if isinstance(one, Links) or f"{name}.keys" in parts:
         halves = [parts.pop(f"{name}.{half}", None) for half in ("keys", "weights")]
         if halves == [None, None]:
@@ -287,7 +287,7 @@ def _value(
 
 def _within(chosen: Tensor, keys: int, name: str) -> Tensor:
     """Numbers of keys, or -1 for none."""
-    if chosen.numel() and not (-1 <= int(chosen.min()) and int(chosen.max()) < keys):
+    if chosen.numel() and not (int(chosen.min()) >= -1 and int(chosen.max()) < keys):
         raise bad_value(name, expected=f"numbers of keys, from -1 to {keys - 1}", received="others")
     return chosen
 

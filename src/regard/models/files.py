@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from regard.errors import bad_value, is_panic, missing_extra
 
@@ -40,7 +41,7 @@ def check_regular(path: str | os.PathLike[str], mode: int | None = None) -> None
         raise bad_value(str(path), expected="a file", received=kind)
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """A file opened for reading bytes. Raises `OSError` as `open` does, and `ValueError` where it is no file."""
     check_regular(path)  # (opening some devices does something)
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))  # a pipe: no wait

@@ -20,8 +20,8 @@ from regard.errors import bad_value, missing_extra
 from regard.layouts import rotary_pairs
 from regard.models.families import WATCH
 from regard.models.fields import LAYERS, WIDTH, integer
-from regard.models.gguf_header import Stored, read_header
 from regard.models.files import damaged, open_regular
+from regard.models.gguf_header import Stored, read_header
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from regard.errors import bad_value, is_panic, missing_extra
-from regard.models.gguf_file import GgufFile
 from regard.models.files import damaged
+from regard.models.gguf_file import GgufFile
 
 __all__ = ["UnknownTokenizer", "tokenizer_of"]
 

@@ -36,7 +36,8 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 class SafetensorsFolder:
     """`model.safetensors`, or the shards that `model.safetensors.index.json` lists. Tensors are views of the mapped
-    file: nothing is read before it is used, and what is written to them stays in this process."""
+    file: nothing is read before it is used, and what is written to them stays in this process. What others write into
+    the file is seen, too (`models.load(..., mmap=False)` copies)."""
 
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)

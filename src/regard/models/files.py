@@ -44,13 +44,18 @@ def check_regular(path: str | os.PathLike[str], mode: int | None = None) -> None
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """A file opened for reading bytes. Raises `OSError` as `open` does, and `ValueError` where it is no file."""
     check_regular(path)  # (opening some devices does something)
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))  # a pipe: no wait
+    return open(path, "rb", opener=_opened)
+
+
+def _opened(path: str, flags: int) -> int:
+    """What was opened, checked once more: it may be another file by now. (So opened, a pipe does not block.)"""
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     try:
-        check_regular(path, os.fstat(handle).st_mode)  # (it may be another one by now)
-        return os.fdopen(handle, "rb")
+        check_regular(path, os.fstat(handle).st_mode)
     except BaseException:
         os.close(handle)
         raise
+    return handle
 
 
 def open_safetensors(path: str | os.PathLike[str], what: str = "a safetensors file") -> Any:

@@ -149,7 +149,12 @@ def with_learned_keys_beside(m: Learned, x: Tensor) -> tuple[Tensor, Tensor]:
     return p @ v, p
 
 
-ONE_HEAD = [pooled, pooled_by_einsum, pooled_by_expansion, learned_tokens_among_themselves, with_learned_keys_beside]
+def pooled_by_function(m: Learned, x: Tensor) -> tuple[Tensor, Tensor]:
+    q = m.book.expand(x.shape[0], -1, -1)
+    return F.scaled_dot_product_attention(q, x, x, scale=0.3), (0.3 * q @ x.mT).softmax(-1)
+
+
+ONE_HEAD = [pooled_by_function, pooled, pooled_by_einsum, pooled_by_expansion, learned_tokens_among_themselves, with_learned_keys_beside]
 
 
 @pytest.mark.parametrize("batch", [2, 3, 1, K])

@@ -147,7 +147,8 @@ class Frames:
     stack: list[Frame] = field(default_factory=list)
     forwards: int = 0  # outermost calls so far
     elsewhere: bool = False  # whether another thread ran the model
-    on_exit: Callable[[Frame], None] | None = None
+    on_enter: Callable[[Frame], None] | None = None
+    on_exit: Callable[[Frame, Any], None] | None = None  # with what it returned, if it did
     on_failure: Callable[[], None] | None = None  # an outermost call raised
     # A module was entered or left in another thread, in the middle of a call of this one: those in progress there.
     on_elsewhere: Callable[[list[str]], None] | None = None
@@ -204,6 +205,8 @@ class Frames:
         parent = self.stack[-1] if self.stack else None
         self.entered.add(name)
         self.stack.append(Frame(module, name, args, kwargs, parent))
+        if self.on_enter is not None:
+            self.on_enter(self.stack[-1])
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         name = self.names.get(id(module._forward_hooks))
@@ -221,7 +224,7 @@ class Frames:
             if frame.module is module:
                 frame.output = output
             if self.on_exit is not None:
-                self.on_exit(frame)
+                self.on_exit(frame, output if frame.module is module else None)
             if frame.module is module:
                 break
         if raised and not self.stack and self.on_failure is not None:
@@ -268,10 +271,12 @@ class Frames:
         """What the inputs of the calls in progress say of (B, N), innermost first."""
         return [size for frame in reversed(self.stack) for size in frame.sizes]
 
-    def ids(self, batch: int, length: int) -> Tensor | None:
-        """Token ids (1|B, length) among the inputs of the calls in progress, innermost first."""
+    def ids(self, batch: int, length: int, sure: bool = False) -> Tensor | None:
+        """Token ids (1|B, length) among the inputs of the calls in progress, innermost first; where it has to be
+        `sure`, of calls that are handed one kind of ids alone."""
         for frame in reversed(self.stack):
-            for ids in frame.token_ids():
+            given = frame.token_ids()
+            for ids in given if len(given) < 2 or not sure else ():
                 if ids.shape[0] in (1, batch) and ids.shape[1] == length:
                     return ids.detach().to(torch.int64)
         return None

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["FUNCTIONS", "SOFTMAXES", "Hands", "Origin", "Weighed", "batch_of"]
+__all__ = ["FUNCTIONS", "SOFTMAXES", "Hands", "Origin", "Weighed", "batch_of", "folded"]
 
 
 @dataclass
@@ -111,6 +111,7 @@ class Weighed:
     origin: Origin | None = None
     whole: bool = True  # whether all keys of the softmax are there
     output: Tensor | None = None  # (B, H, N, E), where it is known before it is told of
+    stream: Tensor | None = None  # (B, N): the ids that the queries are made of, where they are followed
 
     def ordered(self) -> Tensor:
         """The weights as (B, H, N, M), by the best that is known."""
@@ -121,17 +122,12 @@ class Weighed:
             return w[None, None]
         batch = self.batch(self.sizes)
         if w.dim() == 3:
-            if batch is not None and w.shape[0] % batch == 0:
-                return w.unflatten(0, (batch, -1))
-            if self.sizes and w.shape[0] % self.sizes[0][0] == 0:  # whatever queries and keys are, there is a batch
-                return w.unflatten(0, (self.sizes[0][0], -1))
-            return w[None]  # no batch: (H, N, M)
+            return w.unflatten(0, (folded(w.shape[0], batch, self.sizes), -1))
         return w.flatten(1, -3) if batch == w.shape[0] else w.flatten(0, -4)  # heads in groups, or batches in windows
 
     def batch(self, sizes: Sequence[tuple[int, int]]) -> int | None:
-        """B, by inputs that have as many tokens as there are queries, or else keys: queries may be learned."""
-        batch = batch_of(self.queries or self.weights.shape[-2], sizes)
-        return batch if batch is not None else batch_of(self.keys or self.weights.shape[-1], sizes)
+        """B, by the sizes of inputs; None where they do not tell."""
+        return batch_of(self.queries or self.weights.shape[-2], self.keys or self.weights.shape[-1], sizes)
 
     def guess(self) -> str | None:
         """Which axis is the heads', by the sizes of the module's input; None where these do not tell."""
@@ -168,12 +164,20 @@ class Weighed:
 Note = Scores | Softmaxed | Derived | Projected | Constant | Logged | Weighed
 
 
-def batch_of(tokens: int, sizes: Sequence[tuple[int, int]]) -> int | None:
-    """B, by inputs (B, N, W) or (N, B, W), the innermost call's first; None where they do not tell."""
-    for first, second in sizes:
-        if tokens in (first, second):
-            return first if second == tokens else second
+def batch_of(queries: int, keys: int, sizes: Sequence[tuple[int, int]]) -> int | None:
+    """B, by inputs (B, N, W) or (N, B, W), the innermost call's first, that have as many tokens as there are queries,
+    or else keys (queries may be learned); None where they do not tell."""
+    for tokens in (queries, keys):
+        for first, second in sizes:
+            if tokens in (first, second):
+                return first if second == tokens else second
     return None
+
+
+def folded(size: int, batch: int | None, sizes: Sequence[tuple[int, int]]) -> int:
+    """B of an axis B * H: that of the inputs that have these tokens, or of the innermost that there is; else 1."""
+    known = [batch, *(first for first, _ in sizes[:1])]
+    return next((one for one in known if one and size % one == 0), 1)
 
 
 LOW = -9e3  # what people hide keys by is -1e4, -1e9, -inf or the lowest number; no score is so low

@@ -48,7 +48,8 @@ from regard.heads.attention import (
 )
 from regard.heads.flash import from_flash, paged
 from regard.heads.frames import Frame, Frames, same_input
-from regard.heads.handwritten import FUNCTIONS, SOFTMAXES, Hands, Weighed, batch_of
+from regard.heads.handwritten import FUNCTIONS, SOFTMAXES, Hands, Weighed, batch_of, folded
+from regard.heads.streams import Streams
 from regard.kernels import Call
 from regard.layouts.torch_mha_call import Operands, functional_operands, is_causal_mask
 
@@ -68,11 +69,13 @@ class Senses:
         if not isinstance(model, nn.Module):
             raise bad_type("model", expected="a torch.nn.Module", received=type(model).__name__)
         self.frames = Frames(model)
+        self.frames.on_enter = self._entered
         self.frames.on_exit = self._left
         self.frames.on_failure = self._failed
         self.frames.on_elsewhere = self._ran_elsewhere
         self.busy = False  # one attention is being computed: what it is made of is not another one
         self.hands = Hands(model)
+        self.streams = Streams()
         self.pending: list[Weighed] = []
         self.unseen: dict[str, str] = {}  # layers that computed attention which could not be read: why, in words
         self._seen: set[str] = set()  # names of modules whose attention was told of
@@ -120,16 +123,19 @@ class Senses:
         self.pending.clear()
         self.awaited.clear()
         self.hands.clear()
+        self.streams.clear()
 
     # Names
 
-    def _describe(self, frame: Frame, shape: tuple[int, ...], **known: Any) -> Attention:
+    def _describe(self, frame: Frame, shape: tuple[int, ...], stream: Tensor | None = None, **known: Any) -> Attention:
+        """An attention (B, H, N, M), whose queries are made of the ids `stream`, if these are known."""
         frame.tell()
         self._seen.add(frame.name)
         kind = _kind(frame, shape)
         attention = Attention(frame.name, frame.module, self.frames.forwards, kind, **known)
-        ids = self.frames.ids(shape[0], shape[2])
-        attention.ids = None if ids is None else ids.to(attention.device)
+        ids = self.frames.ids(shape[0], shape[2], sure=self.streams.on) if stream is None else stream.to(torch.int64)
+        fits = ids is not None and ids.shape[0] in (1, shape[0]) and ids.shape[1] == shape[2]
+        attention.ids = ids.to(attention.device) if ids is not None and fits else None
         attention.input = frame.input(shape[0], shape[2])
         return attention
 
@@ -140,6 +146,12 @@ class Senses:
         frame = None if self.busy else self.frames.current()
         if frame is None:
             return func(*args, **kwargs)
+        out = self._function(frame, func, args, kwargs)
+        if self.streams.on:
+            self.streams.follow(func, args, kwargs, out)
+        return out
+
+    def _function(self, frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in _INTERESTING:
             out = func(*args, **kwargs)
             self.hands.pass_by(func, args, out)
@@ -156,6 +168,8 @@ class Senses:
         self.hands.before(func, args, kwargs)
         out = func(*args, **kwargs)
         note = self.hands.see(func, args, kwargs, out)
+        if note is not None and note.stream is None:
+            note.stream = self.streams.of(args)
         return out if note is None else self._by_hand(frame, note, out)
 
     def _told(self, frame: Frame, attention: Attention, output: Tensor) -> Tensor:
@@ -171,7 +185,7 @@ class Senses:
         if query.is_nested:
             raise bad_value("watch", expected="padded tensors", received="nested tensors in attention",
                             remedy="turn them off: nn.TransformerEncoder(..., enable_nested_tensor=False)")  # fmt: skip
-        turn = _Turn.of(query, self.frames.sizes())
+        turn = _Turn.of(query, key, self.frames.sizes())
         mask = kwargs.pop("attn_mask", args[0] if args else None)
         options = dict(zip(("dropout_p", "is_causal"), args[1:], strict=False)) | kwargs
         if not self.changes and _unclear(query, key, turn):  # (B, H) or (H, B)? What the module does next will tell.
@@ -182,12 +196,18 @@ class Senses:
                 q, k, v = (x.detach().flatten(0, -3)[order] for x in (query, key, value))
                 return from_sdpa(q, k, v, _in_order(mask, query, key, order), **options)
 
-            note.about = in_order
+            note.about, note.stream = in_order, self.streams.of(query)
             self.pending.append(note)
             return out
         call = from_sdpa(turn(query), turn(key), turn(value), None if mask is None else turn.mask(mask), **options)
+<<<<<<< HEAD
         attention = self._describe(frame, call.shape, call=call)
         told = self._told(frame, attention, turn(out))
+=======
+        attention = self._describe(frame, call.shape, self.streams.of(query), call=call)
+        _add_projection(attention, frame)
+        told = self._told(attention, turn(out))
+>>>>>>> 7a68bd8 (watch: where a model is handed several ids, a layer has those that its queries are made of)
         return turn.back(told, out) if self.changes else out
 
     def _attend(self, frame: Frame, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -198,7 +218,12 @@ class Senses:
             return self._spread(frame, options["spread"], out, q.detach(), k.detach(), v.detach(), asked)
         with torch.no_grad():
             call = prepare(q.detach(), k.detach(), v.detach(), **asked)
+<<<<<<< HEAD
         attention = self._describe(frame, call.shape, call=call)
+=======
+        attention = self._describe(frame, call.shape, self.streams.of(q), call=call)
+        _add_projection(attention, frame)
+>>>>>>> 7a68bd8 (watch: where a model is handed several ids, a layer has those that its queries are made of)
         cache = frame.given("cache")
         if isinstance(cache, RollingCache):  # the first few tokens, then the last ones
             held, first = call.shape[3], cache.keep_first
@@ -218,7 +243,7 @@ class Senses:
                             remedy="change them before regard.parallel, or prune")  # fmt: skip
         with torch.no_grad():
             call, together = spread.seen(q, k, v, **options)
-            here = self._describe(frame, (*q.shape[:3], k.shape[2]), call=call)
+            here = self._describe(frame, (*q.shape[:3], k.shape[2]), self.streams.of(q), call=call)
             attention = replace(here, together=together, everything=partial(spread.everything, q, k, v, **options))
             for name in ("ids", "input"):
                 part = getattr(attention, name)
@@ -242,8 +267,8 @@ class Senses:
                 operands = functional_operands(*args, **kwargs | {"is_causal": False})
             q, k, v = (x.detach() for x in operands[:3])
             call = prepare(q, k, v, **with_additive_masks(**operands.options))
-        attention = self._describe(frame, call.shape, call=call)
         query, key = args[0], args[1]
+        attention = self._describe(frame, call.shape, self.streams.of(query), call=call)
         attention.kind = "self" if same_input(query, key) else "cross"
         out_weight = kwargs.get("out_proj_weight", args[11] if len(args) > 11 else None)
         bias = kwargs.get("out_proj_bias", args[12] if len(args) > 12 else None)
@@ -304,6 +329,12 @@ class Senses:
             self.busy = False
         frame = self.frames.current(module)
         assert frame is not None
+<<<<<<< HEAD
+=======
+        attention = self._describe(frame, call.shape, self.streams.of(query), call=call)
+        _add_projection(attention, frame)
+        self.streams.hand_on((query,), result)
+>>>>>>> 7a68bd8 (watch: where a model is handed several ids, a layer has those that its queries are made of)
         out, *rest = result  # out (B, N, H, E)
         output = out.transpose(1, 2)
         # Whoever is further out may have changed what comes out: then there is nothing to compare with.
@@ -392,11 +423,21 @@ class Senses:
             weights = note.ordered()
             if note.about is not None:
                 call = note.about(weights[..., 0, 0])
+<<<<<<< HEAD
                 attention = self._describe(frame, call.shape, call=call, output=note.output)
             else:
                 attention = self._describe(frame, tuple(weights.shape), weights=weights, output=note.output)
                 attention.values = note.values
             self._find_projection(attention, frame)
+=======
+                attention = self._describe(frame, call.shape, note.stream, call=call, output=note.output)
+                _add_projection(attention, frame)
+                self.see(attention)
+                return attention
+            shape = tuple(weights.shape)
+            attention = self._describe(frame, shape, note.stream, weights=weights, output=note.output)
+            attention.values = note.values
+>>>>>>> 7a68bd8 (watch: where a model is handed several ids, a layer has those that its queries are made of)
             self.see(attention)
         if told is not None:
             told[1] = attention
@@ -492,10 +533,21 @@ class Senses:
             del self.unseen[name], self._unseen_in[name]
         self.awaited.clear()
 
-    def _left(self, frame: Frame) -> None:
+    def _entered(self, frame: Frame) -> None:
+        """A module begins: is it handed several kinds of ids?"""
+        ids = frame.token_ids()
+        if len(ids) > 1:
+            self.streams.begin(ids)
+
+    def _left(self, frame: Frame, output: Any) -> None:
         """A module ends: what was not told by then is told by the best that is known."""
+<<<<<<< HEAD
         if self.awaited:
             self._projected(frame)
+=======
+        if self.streams.on:  # (what is computed by no torch function cannot be followed)
+            self.streams.hand_on((frame.args, *frame.kwargs.values()), output)
+>>>>>>> 7a68bd8 (watch: where a model is handed several ids, a layer has those that its queries are made of)
         self._look_back(frame)
         for note in list(self.pending):
             if self.changes and note.where.parent is not None:  # whoever called it may tell yet
@@ -509,6 +561,8 @@ class Senses:
                 else:
                     self._finish(note)
         self._was_silent(frame)
+        if frame.parent is None:
+            self.streams.clear()
 
 
 _IN_PARTS = "its attention is computed in parts, of some queries or keys each, which are not put together"
@@ -751,15 +805,13 @@ class _Turn:
         self.how, self.shape, self.batch = how, shape, batch
 
     @staticmethod
-    def of(query: Tensor, sizes: list[tuple[int, int]]) -> _Turn:
+    def of(query: Tensor, key: Tensor, sizes: list[tuple[int, int]]) -> _Turn:
         shape = tuple(query.shape)
-        if len(shape) == 4:
-            n = shape[2]
-            batch = batch_of(n, sizes)  # (H, B, N, D), where the input of the module says so
+        batch = batch_of(shape[-2], key.shape[-2], sizes)
+        if len(shape) == 4:  # (H, B, N, D), where the input of the module says so
             return _Turn("swapped" if shape[0] != batch and shape[1] == batch else "plain", shape)
         if len(shape) == 3:  # (B * H, N, D), or (H, N, D) without a batch
-            batch = batch_of(shape[1], sizes)
-            return _Turn("folded", shape, batch if batch is not None and shape[0] % batch == 0 else 1)
+            return _Turn("folded", shape, folded(shape[0], batch, sizes))
         return _Turn("more", shape)
 
     def __call__(self, x: Tensor) -> Tensor:

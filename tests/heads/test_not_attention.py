@@ -154,7 +154,14 @@ def pooled_by_function(m: Learned, x: Tensor) -> tuple[Tensor, Tensor]:
     return F.scaled_dot_product_attention(q, x, x, scale=0.3), (0.3 * q @ x.mT).softmax(-1)
 
 
-ONE_HEAD = [pooled_by_function, pooled, pooled_by_einsum, pooled_by_expansion, learned_tokens_among_themselves, with_learned_keys_beside]
+ONE_HEAD = [
+    pooled_by_function,
+    pooled,
+    pooled_by_einsum,
+    pooled_by_expansion,
+    learned_tokens_among_themselves,
+    with_learned_keys_beside,
+]
 
 
 @pytest.mark.parametrize("batch", [2, 3, 1, K])

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from heads.oracle_hands import B, Hand, N, W, by_operator, made, noise
+from heads.oracle_hands import B, Hand, N, W, by_operator, drawn, made, noise
+from torch import Tensor, nn
 
 import regard
 from regard.heads import Record
@@ -55,3 +56,37 @@ def test_an_ablation_of_a_layer_that_could_not_be_read_says_why() -> None:
     with pytest.raises(ValueError, match=r"received 'head' \(in a language of its own\)"), torch.no_grad(), ablating:
         model(noise(B, N, W))
         ablating.not_seen("head", "in a language of its own")
+
+
+class Windows(nn.Module):
+    """As Swin: the first layer looks within windows, which it folds into the batch; the second at everything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = drawn(Hand(by_operator)), drawn(Hand(by_operator))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.near(x.unflatten(1, (-1, 5)).flatten(0, 1)).view_as(x)
+        return self.far(x)
+
+
+def test_layers_that_differ_in_the_number_of_texts_say_so() -> None:
+    model = Windows()
+    with torch.no_grad(), regard.watch(model, keep="qk") as seen:
+        model(noise(B, 15, W))
+    words = f"ayers had from {B} to {3 * B} texts in a batch"
+    assert repr(seen).endswith(f"; l{words}")
+    assert f"L{words}" in regard.draw.terminal_text(seen, width=200)
+    near = regard.heads.Record()
+    near.by_name = {"near": seen["near"], "again": seen["near"]}
+    assert near.texts_differ() == ""
+
+
+def test_rollout_through_layers_that_differ_is_refused() -> None:
+    model = Windows()
+    with torch.no_grad(), regard.watch(model, keep="qk") as seen:
+        model(noise(B, 5, W))
+        model.near(noise(3 * B, 5, W))
+    assert repr(seen).endswith(f"layers had from {B} to {3 * B} texts in a batch and from 1 to 2 batches")
+    with pytest.raises(ValueError, match=f"expected the same texts in all layers, received layers had from {B} to"):
+        seen.rollout()

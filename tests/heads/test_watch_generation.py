@@ -149,3 +149,23 @@ def test_steps_by_hand() -> None:
             cache = model(piece, past_key_values=cache, use_cache=True).past_key_values
     for name, oracle in right.items():
         agree(seen[name], Oracle(oracle.weights, ids=ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+def test_all_layers_read_the_same_texts_in_any_precision(family: str, dtype: torch.dtype) -> None:
+    """Without a cache a text is read again and again; what later layers make of it is rounded otherwise."""
+    model, ids = hf_models.model(family).to(dtype), hf_models.some_ids(3, 13)
+    with regard.watch(model, measures=["entropy"]) as seen:
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, min_new_tokens=6,
+                             do_sample=False, use_cache=False)  # fmt: skip
+    assert [(layer.texts, layer.text.queries) for layer in seen] == [(1, out.shape[1] - 1)] * len(seen)
+    assert seen.texts_differ() == ""
+
+
+def test_another_text_that_is_one_longer_is_another_text() -> None:
+    model = hf_models.model("llama").to(torch.bfloat16)
+    with torch.no_grad(), regard.watch(model, measures=["entropy"]) as seen:
+        model(hf_models.some_ids(2, 5))
+        model(hf_models.some_ids(2, 6, seed=9))
+    assert [layer.texts for layer in seen] == [2] * len(seen)

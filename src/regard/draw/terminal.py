@@ -196,6 +196,11 @@ def _heading(scene: Scene, screen: Screen) -> list[str]:
             lines.append(screen.fit(" ".join(labels.text[: screen.width]), screen.width))
     if scene.record.unseen:
         lines += _wrapped(f"Not seen: {scene.record.unseen_names()}. The record's `unseen` says why.", screen)
+    differ = scene.record.texts_differ()
+    if differ:
+        lines += _wrapped(
+            f"{differ[0].upper()}{differ[1:]}: some fold parts of a text into the batch, or run more often.", screen
+        )
     return lines + _which(scene[0], screen)
 
 

@@ -227,7 +227,9 @@ class Hands:
             if isinstance(note, (Scores, Projected)) and func not in _PRODUCTS and out.shape == x.shape:
                 self._put(out, note)
                 return
-            if isinstance(note, Scores) and func not in _PRODUCTS and not less:  # padded, beside others, in other strides
+            if (
+                isinstance(note, Scores) and func not in _PRODUCTS and not less
+            ):  # padded, beside others, in other strides
                 self._put(out, Scores(note.constant))
                 return
         if constant and found and out.is_floating_point():

@@ -58,12 +58,13 @@ class Places:
         self.forward = -1
         self.counts: dict[str, int] = {}  # attentions of each module within this outermost call
         self.continued = False  # whether self attention went on in this outermost call
+        self.again: bool | None = None  # whether this outermost call reads a text again: the first layer that can tells
         self._before: tuple[int, dict[str, _Trail]] = (-1, {})
 
     def place(self, attention: Attention) -> Place:
         """Find the place of the next attention, which `trimmed` has gone over."""
         if self.forward != attention.forward:
-            self.forward, self.counts, self.continued = attention.forward, {}, False
+            self.forward, self.counts, self.continued, self.again = attention.forward, {}, False, None
             self._before = self.forward, dict(self.trails)
         base, (batch, heads, n, m) = attention.layer, attention.shape
         number = self.counts.get(base, 0)
@@ -77,7 +78,7 @@ class Places:
                 return Place(_named(base, k), True, False, total)
         self.counts[base] = number + 1
         name = _named(base, number)
-        again = self.rereads and name in self.trails and _reads_again(self.trails[name], attention)
+        again = self.rereads and name in self.trails and self._reads_again(self.trails[name], attention)
         total = m if attention.numbers is None else int(attention.numbers[-1]) + 1
         trail = _Trail(attention.kind, (batch, heads), total, attention.cache)
         self.trails[name] = self._trail(attention, total, trail)
@@ -87,6 +88,16 @@ class Places:
         """An outermost call raised: what it read does not count."""
         if self._before[0] == forward:
             self.trails = self._before[1]
+
+    def _reads_again(self, trail: _Trail, attention: Attention) -> bool:
+        """Whether a causal model reads the same text once more, one token further: generation without a cache. All
+        layers of one call read the same text, and what comes of it in the later ones is rounded in other ways."""
+        _, _, n, m = attention.shape
+        if attention.kind != "self" or n != m or m != trail.total + 1 or trail.shape != attention.shape[:2]:
+            return False
+        if self.again is None:
+            self.again = _reads_again(trail, attention)
+        return self.again
 
     def _trail(self, attention: Attention, total: int, trail: _Trail) -> _Trail:
         n, m = attention.shape[2:]
@@ -145,20 +156,20 @@ def _other_than_added(before: Tensor, last_keys: Tensor) -> str | None:
 
 
 def _reads_again(trail: _Trail, attention: Attention) -> bool:
-    """Whether a causal model reads the same text once more, one token further: generation without a cache."""
-    call = attention.call
-    batch, heads, n, m = attention.shape
-    if attention.kind != "self" or n != m or m != trail.total + 1 or trail.shape != (batch, heads):
+    """Whether a text begins with the one before, and causal attention reads it; by its ids, or else by its keys."""
+    call, ids, m = attention.call, attention.ids, attention.shape[3]
+    known = trail.ids is not None and ids is not None and ids[:, :-1].shape == trail.ids.shape
+    if known and not torch.equal(ids[:, :-1], trail.ids):  # type: ignore[index,arg-type]
         return False
     if call is None:
-        ids = attention.ids
-        return trail.ids is not None and ids is not None and torch.equal(ids[:, :-1], trail.ids)
-    if call.mask is None or trail.last_keys is None:
+        return known
+    if call.mask is None or (trail.last_keys is None and not known):
         return False
-    if not torch.allclose(
-        call.k[:, :, m - 2], trail.last_keys[..., -1, :], rtol=1e-3, atol=1e-4
-    ):  # other sizes round otherwise
-        return False
+    if not known:
+        rounding = max(1e-3, 4 * torch.finfo(call.k.dtype).eps)  # other sizes round otherwise
+        last = trail.last_keys[..., -1, :]  # type: ignore[index]
+        if not torch.allclose(call.k[:, :, m - 2], last, rtol=rounding, atol=rounding / 10):
+            return False
     return not call.mask.block(call.tile(slice(None), slice(0, 1), slice(m - 1, m))).any()
 
 

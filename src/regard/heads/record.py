@@ -431,7 +431,18 @@ class Record:
         kinds = [layer.kind for layer in self]
         cross = f", {kinds.count('cross')} of them cross" if "cross" in kinds else ""
         unseen = f"; not seen: {self.unseen_names()}" if self.unseen else ""
-        return f"Record of {len(kinds)} layers{cross}{unseen}"
+        differ = self.texts_differ()
+        return f"Record of {len(kinds)} layers{cross}{unseen}" + (f"; {differ}" if differ else "")
+
+    def texts_differ(self) -> str:
+        """In words, where layers differ in how many texts they had; nothing where they do not. Some models fold parts
+        of a text into the batch (windows of an image), some run a layer more often than another (an encoder once)."""
+        several = {
+            "texts in a batch": {layer.text.shape[0] for layer in self if layer.text is not None},
+            "batches": {layer.texts for layer in self},
+        }
+        said = [f"from {min(n)} to {max(n)} {what}" for what, n in several.items() if len(n) > 1]
+        return f"layers had {' and '.join(said)}" if said else ""
 
     def unseen_names(self, most: int = 5) -> str:
         """The names of the layers that could not be read, `most` of them and how many more."""
@@ -445,6 +456,8 @@ class Record:
         sizes = {(layer.text.queries, layer.text.total) for layer in layers if layer.text is not None}
         if len(sizes) != 1 or not all(n == m for n, m in sizes):
             raise bad_value("rollout", expected="self attention of one text in all layers", received=f"sizes {sizes}")
+        if len({layer.text.shape[0] for layer in layers if layer.text is not None}) > 1:
+            raise bad_value("rollout", expected="the same texts in all layers", received=self.texts_differ())
         n = next(iter(sizes))[0]
         if n > DENSE:
             raise bad_value("rollout", expected=f"at most {DENSE} tokens, for it builds dense maps", received=f"{n}")

@@ -114,7 +114,8 @@ NOT = [codes, codes_by_distance, codes_by_squares, codes_of_each_text, codes_pro
 @pytest.mark.parametrize("of", NOT, ids=lambda of: of.__name__)
 def test_learned_keys_and_values_are_not_attention(of: Callable[[Learned, Tensor], Tensor]) -> None:
     seen = watched(After(Learned(of)), noise(B, N, W))
-    assert seen.layers == ["layer"] and seen.unseen == {}
+    assert seen.layers == ["layer"]
+    assert seen.unseen == {}
 
 
 # Learned queries are attention; and so is what has no axis of heads
@@ -169,7 +170,8 @@ ONE_HEAD = [
 def test_one_head_of_learned_queries(of: Callable[[Learned, Tensor], tuple[Tensor, Tensor]], batch: int) -> None:
     model, x = drawn(Learned(lambda m, x: of(m, x)[0])), noise(batch, N, W)
     seen = watched(model, x)
-    assert seen.layers == ["Learned"] and seen.unseen == {}
+    assert seen.layers == ["Learned"]
+    assert seen.unseen == {}
     with torch.no_grad():
         agree(seen[0], Oracle(of(model, x)[1][:, None]), kind=None)
 
@@ -275,7 +277,7 @@ def test_what_cannot_be_read_is_named_and_left_out(of: Callable[[Learned, Tensor
     assert list(seen.unseen) == ["something"]
     words = "could not be followed to a product with values" if of is not first_and_local else "computed in parts"
     assert words in seen.unseen["something"]
-    with pytest.raises(ValueError, match="could not be followed|computed in parts"), torch.no_grad(), \
+    with pytest.raises(ValueError, match=r"could not be followed|computed in parts"), torch.no_grad(), \
             regard.ablate(model, {"something": [0]}):  # fmt: skip
         model(x)
 
@@ -287,7 +289,8 @@ def test_products_that_are_returned_are_no_attention() -> None:
         return (m.key(x) @ m.value(x).mT).softmax(-1)
 
     seen = watched(After(Learned(of)), noise(B, N, W))
-    assert seen.layers == ["layer"] and seen.unseen == {}
+    assert seen.layers == ["layer"]
+    assert seen.unseen == {}
 
 
 # Models of transformers
@@ -325,7 +328,8 @@ def _of(kind: str, given: dict[str, Any], **options: Any) -> tuple[Any, dict[str
 
 
 SPARSE: dict[str, tuple[Callable[[], tuple[Any, dict[str, Any]]], str, int]] = {
-    "longformer": (lambda: _of("LongformerModel", {"input_ids": hf_models.some_ids(), "global_attention_mask": _first()},
+    "longformer": (lambda: _of("LongformerModel",
+                               {"input_ids": hf_models.some_ids(), "global_attention_mask": _first()},
                                **BERT, attention_window=[4, 4]), "encoder.layer.{}.attention.self", 0),
     "led": (lambda: _of("LEDModel", _pair() | {"global_attention_mask": _first()}, **BART, attention_window=4,
                         max_encoder_position_embeddings=40, max_decoder_position_embeddings=40),
@@ -389,7 +393,8 @@ def test_ordinary_models_are_seen_to_the_last(family: str, way: str) -> None:
     model = hf_models._fresh(family, way)
     with torch.no_grad(), regard.watch(model, measures=["entropy"]) as seen:
         model(**hf_models.inputs(family))
-    assert seen.layers and seen.unseen == {}
+    assert seen.layers
+    assert seen.unseen == {}
 
 
 # Functions that show nothing

@@ -111,7 +111,8 @@ def test_a_decoder_has_the_ids_of_its_target(make: str, how: str) -> None:
 
 def _check(seen: Any, src: Tensor, read: Tensor, layers: int) -> None:
     own = [layer for layer in seen if layer.kind == "self"]
-    assert len(own) == 2 * layers and seen.unseen == {}
+    assert len(own) == 2 * layers
+    assert seen.unseen == {}
     for number, layer in enumerate(own):
         ids = layer.text.ids
         assert ids is not None, layer.name

@@ -53,9 +53,9 @@ def test_a_watch_that_saw_nothing_gives_the_reasons() -> None:
 def test_an_ablation_of_a_layer_that_could_not_be_read_says_why() -> None:
     model = made(Hand(by_operator))
     ablating = regard.ablate(model, {"head": [0]})
+    ablating.not_seen("head", "in a language of its own")
     with pytest.raises(ValueError, match=r"received 'head' \(in a language of its own\)"), torch.no_grad(), ablating:
         model(noise(B, N, W))
-        ablating.not_seen("head", "in a language of its own")
 
 
 class Windows(nn.Module):

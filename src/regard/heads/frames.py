@@ -307,8 +307,7 @@ def _is_ours(hook: object) -> bool:
 
 def _state_without_hooks(module: nn.Module) -> Any:
     own = getattr(type(module), "__getstate__", None)
-    usual = own is None or own is getattr(object, "__getstate__", None)
-    state = module.__dict__ if usual else own(module)
+    state = module.__dict__ if own is None or own is getattr(object, "__getstate__", None) else own(module)
     if not isinstance(state, dict):
         return state
     state = {name: value for name, value in state.items() if name != "__getstate__"}

@@ -603,10 +603,12 @@ _SHAPES = {
     Tensor.split, torch.chunk, Tensor.chunk, Tensor.narrow, Tensor.unbind, torch.unbind, Tensor.view_as,
 }  # fmt: skip
 _NUMBERS = {  # the shape stays, and so do strides
-    Tensor.contiguous, Tensor.masked_fill, torch.masked_fill, Tensor.nan_to_num, torch.nan_to_num, Tensor.clone, torch.clone
+    Tensor.contiguous, Tensor.masked_fill, torch.masked_fill, Tensor.nan_to_num, torch.nan_to_num, Tensor.clone,
+    torch.clone,
 }  # fmt: skip
 _CASTS = {
-    Tensor.detach, torch.detach, Tensor.cpu, Tensor.cuda, F.dropout, torch.dropout, Tensor.to, Tensor.type_as, Tensor.type, Tensor.float, Tensor.half, Tensor.bfloat16,
+    Tensor.detach, torch.detach, Tensor.cpu, Tensor.cuda,
+    F.dropout, torch.dropout, Tensor.to, Tensor.type_as, Tensor.type, Tensor.float, Tensor.half, Tensor.bfloat16,
     Tensor.double, torch.feature_dropout, F.dropout1d, F.dropout2d,
 }  # fmt: skip
 

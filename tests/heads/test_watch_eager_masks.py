@@ -21,7 +21,7 @@ N = 13
 
 
 def planes() -> dict[str, Tensor]:
-    """Masks (B, 1, N, N) of which the second text's last four keys are hidden, in the ways that are in use; and others."""
+    """Masks (B, 1, N, N): causal, and the last four keys of the second text hidden, in the ways that are in use."""
     sees = torch.ones(2, 1, N, N, dtype=torch.bool).tril()
     sees[1, ..., 9:] = False
     low = torch.finfo(torch.float64).min

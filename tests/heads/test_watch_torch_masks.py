@@ -1,5 +1,5 @@
-"""A watch on torch's own attention where masks, the hint `is_causal` and rows that see nothing meet: what torch computes
-is what is seen, and a watch changes none of it."""
+"""A watch on torch's own attention where masks, the hint `is_causal` and rows that see nothing meet: what is seen is
+what torch computes, and a watch changes none of it."""
 
 from __future__ import annotations
 

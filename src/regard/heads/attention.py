@@ -157,7 +157,7 @@ def evened(attention: Attention) -> Attention:
     call = attention.call
     mask = call.mask
     if mask is not None and not mask.shared_by_heads():
-        mask = Keep(mask.block(call.whole())[:, :1])
+        mask = mask.part(call.whole(), slice(0, 1), 0)
     q, k = (x.new_zeros(x.shape[0], 1, x.shape[2], 1, dtype=call.dtype) for x in (call.q, call.k))
     even = replace(call, q=q, k=k, v=k, scale=1.0, softcap=None, biases=(), sinks=None, dropout=None, mask=mask)
     return replace(attention, call=even, together=None, everything=None)
@@ -227,7 +227,7 @@ def from_huggingface(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | Mask | None,
     *,
     masks: Literal["eager", "sdpa"],
     **options: Any,
@@ -240,7 +240,9 @@ def from_huggingface(
     """
     q, k, v = (x.detach() for x in (query, key, value))
     said: dict[str, Any] = {"mask": None, "bias": None}
-    if attention_mask is not None:
+    if isinstance(attention_mask, Mask):
+        said["mask"] = attention_mask
+    elif attention_mask is not None:
         mask = attention_mask[..., : k.shape[2]].detach()
         plane = masks == "sdpa" and mask.dtype is torch.bool
         said = with_additive_mask(mask if plane or mask.is_floating_point() else mask.to(q.dtype))

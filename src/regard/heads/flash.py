@@ -43,14 +43,18 @@ class _Tokens(NamedTuple):
         at = torch.arange(batch * length, device=starts.device)
         text = torch.searchsorted(starts, at, right=True) - 1
         text = text.masked_fill(at >= starts[-1], -1)
-        return _Tokens(*(x.view(batch, length) for x in (text, at - starts[text])), starts.diff())
+        return _Tokens(text.view(batch, length), (at - starts[text]).view(batch, length), starts.diff())
 
 
 def _visible(q: _Tokens, k: _Tokens, causal: bool, before: int | None, after: int | None) -> dict[str, Any]:
     """`mask`, `positions` and `key_positions` of `attend` for queries and keys of some texts, of which each sees its
     own: those of the same text, causal, at most so many `before` and `after` it (None: all)."""
+<<<<<<< HEAD
     batch, m = k.text.shape
     device = q.text.device
+=======
+    batch, m, device = len(q.text), k.text.shape[1], q.text.device
+>>>>>>> f2db1ff (watch: flex_attention and varlen_attn are seen; operators of attention that are not known are named)
     real, held = q.text >= 0, k.text >= 0
     rows = torch.arange(batch, device=device)[:, None]
     home = torch.full((k.counts.numel() + 1,), -1, device=device)  # the row in which a text's keys are; -1: in none

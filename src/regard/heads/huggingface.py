@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Implementation", "Looker", "lookers", "start", "stop"]
+__all__ = ["Implementation", "Looker", "lookers", "start", "stop", "uses_flex_attention"]
 
 Function = Callable[..., tuple[Tensor, Any]]
 
@@ -89,6 +89,12 @@ def _interface() -> Any:
     """transformers' class, if it was imported: a model of it cannot be there otherwise."""
     interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
     return interface if hasattr(interface, "get_interface") else None  # (before version 5: the other senses see it)
+
+
+def uses_flex_attention(model: nn.Module) -> bool:
+    """Whether a model of transformers, or a part of one, is told to attend by `flex_attention`, which is compiled."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return any(getattr(config, "_attn_implementation", None) == "flex_attention" for config in configs)
 
 
 def _implementation(name: str, function: Function, default: Function) -> Implementation:

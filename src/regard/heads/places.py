@@ -16,9 +16,10 @@ from torch import Tensor
 
 from regard.errors import bad_value
 from regard.heads.attention import Attention
+from regard.heads.flex import FlexBias, FlexMask
 from regard.kernels import Call
 from regard.masks import Keep, conjuncts
-from regard.positions import DenseBias
+from regard.positions import Bias, DenseBias
 
 __all__ = ["Place", "Places", "trimmed"]
 
@@ -192,7 +193,7 @@ def trimmed(attention: Attention) -> Attention:
         return replace(attention, weights=attention.weights[..., :last], values=values)
     if call.mask is None or call.key_positions is not None or call.q_start != m - n:
         return attention
-    if not any(isinstance(part, Keep) for part in conjuncts(call.mask)):
+    if not any(isinstance(part, (Keep, FlexMask)) for part in conjuncts(call.mask)):
         return attention  # a cache of fixed size comes with a tensor that says how far it is filled
     visible = call.mask.block(call.whole())  # (1|B, 1|H, 1|N, 1|M)
     last = _last(visible.expand(*visible.shape[:3], m))
@@ -207,10 +208,12 @@ def _last(used: Tensor) -> int:
 
 def _first_keys(call: Call, visible: Tensor, count: int) -> Call:
     """The same call with its first keys alone; the last query stands at the last of them."""
-    biases = tuple(
-        DenseBias(b.weight[..., :count] if b.weight.shape[3] > 1 else b.weight) if isinstance(b, DenseBias) else b
-        for b in call.biases
-    )
+    start = count - call.shape[2]
+    biases: list[Bias] = []
+    for one in call.biases:
+        if isinstance(one, DenseBias) and one.weight.shape[3] > 1:
+            one = DenseBias(one.weight[..., :count])
+        biases.append(one.starting(start) if isinstance(one, FlexBias) else one)
     mask = Keep(visible[..., :count])
     k, v = call.k[:, :, :count], call.v[:, :, :count]
-    return replace(call, k=k, v=v, mask=mask, biases=biases, q_start=count - call.shape[2])
+    return replace(call, k=k, v=v, mask=mask, biases=tuple(biases), q_start=start)

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from regard.attention import Spread, attend, prepare
+from regard.attention import Spread, attend, look, prepare
 from regard.cache import RollingCache
 from regard.errors import bad_type, bad_value
 from regard.heads import huggingface
@@ -46,7 +46,8 @@ from regard.heads.attention import (
     whole_parameter,
     with_additive_masks,
 )
-from regard.heads.flash import from_flash, paged
+from regard.heads.flash import from_flash, from_varlen, paged
+from regard.heads.flex import FlexMask, from_flex
 from regard.heads.frames import Frame, Frames, same_input
 from regard.heads.handwritten import FUNCTIONS, SOFTMAXES, Hands, Weighed, batch_of, folded
 from regard.heads.streams import Streams
@@ -105,7 +106,7 @@ class Senses:
             self.frames.install()
             huggingface.start(self)
             stack.callback(huggingface.stop, self)
-            _eagerly.start()
+            _eagerly.start(self.frames.root)
             stack.callback(_eagerly.stop)
             mode = _Mode(self)
             mode.__enter__()
@@ -143,6 +144,7 @@ class Senses:
 
     def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One torch function: attention, a step of attention written by hand, or nothing of interest."""
+<<<<<<< HEAD
         frame = None if self.busy else self.frames.current()
         if frame is None:
             return func(*args, **kwargs)
@@ -158,6 +160,16 @@ class Senses:
             if is_attention(func):
                 self._unread(frame, f"it calls {func}, which shows nothing; F.scaled_dot_product_attention is seen")
             return out
+=======
+        operator = func not in _INTERESTING and isinstance(func, _OPERATORS)
+        if self.busy or not (operator or func in _INTERESTING):
+            return func(*args, **kwargs)
+        frame = self.frames.current()
+        if frame is None:
+            return func(*args, **kwargs)
+        if operator:
+            return self._operator(frame, func, args, kwargs)
+>>>>>>> f2db1ff (watch: flex_attention and varlen_attn are seen; operators of attention that are not known are named)
         if func is F.scaled_dot_product_attention:
             return self._sdpa(frame, *args, **kwargs)
         if func is attend:
@@ -209,6 +221,47 @@ class Senses:
         told = self._told(attention, turn(out))
 >>>>>>> 7a68bd8 (watch: where a model is handed several ids, a layer has those that its queries are made of)
         return turn.back(told, out) if self.changes else out
+
+    def _operator(self, frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operator that is called by itself: `flex_attention`, `varlen_attn`; others that are named after attention
+        cannot be read, and that is remembered."""
+        name = str(getattr(func, "__name__", func)).partition(".")[0]
+        if name == "flex_attention":
+            return self._flex(frame, func, args, kwargs)
+        if name not in ("_varlen_attn", "_varlen_attn_out"):
+            if any(word in name.lower() for word in ("attention", "attn")):
+                self.not_seen(frame.name, f"the operator {func} is not known; F.scaled_dot_product_attention is")
+            return func(*args, **kwargs)
+        inplace = name == "_varlen_attn_out"
+        call = from_varlen(*(args[1:] if inplace else args), **{n: x for n, x in kwargs.items() if n != "out"})
+        result = func(*args, **kwargs)
+        out = kwargs.get("out", args[0] if args else None) if inplace else result[0]  # (N, H, E)
+        attention = self._describe(frame, call.shape, call=call)
+        _add_projection(attention, frame)
+        told = self._told(attention, out.transpose(0, 1)[None])[0].transpose(0, 1)
+        if not self.changes:
+            return result
+        if not inplace:
+            return told, *result[1:]
+        out.copy_(told)
+        return result
+
+    def _flex(self, frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            call = from_flex(*args, **kwargs)
+        options = kwargs.get("kernel_options", args[6] if len(args) > 6 else {})
+        learns = torch.is_grad_enabled() and any(x.requires_grad for x in args[:3])
+        if math.prod(call.shape) < LARGE or learns or options.get("OUTPUT_MAX"):
+            result = func(*args, **kwargs)  # as it was written, with all scores at once
+        else:
+            found = look(call, [], output=True)
+            assert found.output is not None and found.lse is not None
+            result = found.output, found.lse / math.log(2), found.lse.new_empty(0)  # (that operator's unit)
+        attention = self._describe(frame, call.shape, call=call)
+        _add_projection(attention, frame)
+        out, *rest = result
+        told = self._told(attention, out)
+        return (told, *rest) if self.changes else result
 
     def _attend(self, frame: Frame, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         out = attend(q, k, v, **options)
@@ -311,8 +364,9 @@ class Senses:
         given |= {n: kwargs.pop(n) for n in _HF_NAMES if n in kwargs}
         query, key, value, mask = (given.get(n) for n in _HF_NAMES)
         assert isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
-        if how.masks == "flex" or (mask is not None and not isinstance(mask, Tensor)):
-            raise bad_value("attention of transformers", expected="masks as tensors", received=f"those of {how.name!r}",
+        if mask is not None and not isinstance(mask, Tensor) and not hasattr(mask, "mask_mod"):
+            raise bad_value("attention of transformers", expected="masks as tensors, or block masks",
+                            received=f"a {type(mask).__name__} of {how.name!r}",
                             remedy='model.set_attn_implementation("sdpa")')  # fmt: skip
         if how.name.startswith("paged|") or type(kwargs.get("cache")).__name__ == "PagedAttentionCache":
             raise paged(f"{how.name!r} with continuous batching")
@@ -612,11 +666,10 @@ def is_attention(func: Any) -> bool:
 
 
 def _multi_head_unwatched(frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """`F.multi_head_attention_forward`, or where the module that called it would have gone another way unwatched (the
-    fast path of `nn.MultiheadAttention`, off while a mode is on), what it gives there: rows that see nothing are NaN."""
-    module = frame.module
-    own = isinstance(module, nn.MultiheadAttention) and module.forward.__func__ is nn.MultiheadAttention.forward  # type: ignore[attr-defined]
-    query = frame.given("query") if own else None
+    """`F.multi_head_attention_forward` as the module that called it would have computed it unwatched: perhaps by the
+    fast path of `nn.MultiheadAttention`, which is off while a mode is on. (Rows that see nothing are NaN there.)"""
+    module, query = frame.module, frame.given("query")
+    own = getattr(module.forward, "__func__", None) is nn.MultiheadAttention.forward
     if not own or not isinstance(query, Tensor) or query.data_ptr() != args[0].data_ptr():
         return F.multi_head_attention_forward(*args, **kwargs)
     out, weights = module.forward(*frame.args, **frame.kwargs)
@@ -644,13 +697,15 @@ def _readings(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None,
+    mask: Any,
     options: dict[str, Any],
 ) -> Iterator[Call]:
     """What a function of transformers may compute, the likeliest first: as its masks are made, then as others read
     them, each with sinks (if there are any) and without."""
     flash = how.masks == "flash" and (mask is None or mask.dim() == 2)
-    likely = {"eager": ("eager", "sdpa"), "unknown": ("flash", "sdpa", "eager")}.get(how.masks)
+    if mask is not None and not isinstance(mask, Tensor):  # (to `flex_attention` a tensor is what is added, as to eager)
+        mask = FlexMask.of(mask.as_tuple())
+    likely = {"eager": ("eager", "sdpa"), "flex": ("eager",), "unknown": ("flash", "sdpa", "eager")}.get(how.masks)
     ways = likely or (("flash", "sdpa", "eager") if flash else ("sdpa", "flash", "eager"))
     plain = {name: x for name, x in options.items() if name != "s_aux"}
     several = [plain] if how.trusted or options.get("s_aux") is None else [options, plain]  # sdpa knows no sinks
@@ -701,25 +756,34 @@ def _untold(layer: str, note: Weighed) -> ValueError:
 
 
 class _Eagerly:
-    """What was compiled runs as it was written, for as long as somebody looks: compiled code shows nothing. The stance
-    is one for the whole process, so those who look are counted."""
+    """What was compiled runs as it was written, for as long as somebody looks: compiled code shows nothing. So does
+    `flex_attention`, which compiles itself. Both are for the whole process, so those who look are counted."""
 
     def __init__(self) -> None:
-        self.lock, self.count, self.stance = threading.Lock(), 0, ExitStack()
+        self.lock, self.count, self.undo = threading.Lock(), 0, ExitStack()
+        self.stance = False
 
-    def start(self) -> None:
+    def start(self, model: nn.Module) -> None:
         with self.lock:
             self.count += 1
-            if self.count == 1 and "torch._dynamo" in sys.modules:  # else nothing was compiled
-                self.stance.enter_context(torch.compiler.set_stance("force_eager"))
+            flex = sys.modules.get("torch.nn.attention.flex_attention")
+            if self.count == 1 and hasattr(flex, _UNCOMPILED):
+                self.undo.callback(setattr, flex, _UNCOMPILED, getattr(flex, _UNCOMPILED))
+                setattr(flex, _UNCOMPILED, True)
+            # Where nothing was compiled yet, and will not be, the compiler is not imported.
+            if not self.stance and ("torch._dynamo" in sys.modules or huggingface.uses_flex_attention(model)):
+                self.undo.enter_context(torch.compiler.set_stance("force_eager"))
+                self.stance = True
 
     def stop(self) -> None:
         with self.lock:
             self.count -= 1
             if not self.count:
-                self.stance.close()
+                self.undo.close()
+                self.stance = False
 
 
+_UNCOMPILED = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
 _eagerly = _Eagerly()
 
 
@@ -742,6 +806,7 @@ class _Mode(TorchFunctionMode):
         self.senses = None
         take_out(self)
 
+<<<<<<< HEAD
 
 def take_out(mode: TorchFunctionMode) -> None:
     """Take one mode out of this thread's stack, and leave the others as they are."""
@@ -772,6 +837,10 @@ class _Elsewhere(TorchFunctionMode):
 
 _ATTENTION = {F.scaled_dot_product_attention, F.multi_head_attention_forward, attend}
 _INTERESTING = {*FUNCTIONS, *_ATTENTION}
+=======
+_INTERESTING = {*FUNCTIONS, F.scaled_dot_product_attention, F.multi_head_attention_forward, attend}
+_OPERATORS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+>>>>>>> f2db1ff (watch: flex_attention and varlen_attn are seen; operators of attention that are not known are named)
 _HF_NAMES = ("query", "key", "value", "attention_mask")
 
 

@@ -1,0 +1,124 @@
+"""Attention by torch's `flex_attention`, in the words of `regard.attend`: functions of one pair of query and key say who
+sees whom (`mask_mod`) and what becomes of a score (`score_mod`). They are asked for one tile after another.
+
+Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v; n, m the sides
+of one tile.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.attention import prepare
+from regard.kernels import Call
+from regard.masks import Mask, Tile
+from regard.positions import Bias
+
+__all__ = ["FlexBias", "FlexMask", "from_flex"]
+
+BLOCK_COUNTS, MASK_MOD = 2, -1  # where a block mask as a tuple has the tensor (1|B, 1|H, ...), and the function
+
+
+def _each_pair(function: Callable[..., Tensor], *indices: Tensor, scores: Tensor | None = None) -> Tensor:
+    """A function of (score,) text, head, query and key, which are numbers to it, for all of some: (b, h, n, m)."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # tensors may be indices
+
+    first = () if scores is None else (0,)
+    for axis in reversed(range(4)):
+        function = torch.vmap(function, in_dims=(*first, *(0 if i == axis else None for i in range(4))))
+    with torch.no_grad(), torch._C._EnableTorchFunction(), TransformGetItemToIndex():  # pyright: ignore
+        return function(*(() if scores is None else (scores,)), *indices)
+
+
+class FlexMask(Mask):
+    """A `mask_mod` as a mask: of `items` texts and some `heads`, or one of either that stands for all. Slots are counted
+    from (`row`, `col`)."""
+
+    fields = ("mask_mod", "items", "heads", "row", "col")
+
+    def __init__(self, mask_mod: Any, items: int, heads: Tensor, row: int = 0, col: int = 0) -> None:
+        self.mask_mod, self.items, self.heads, self.row, self.col = mask_mod, items, heads, row, col
+
+    @staticmethod
+    def of(block_mask: tuple[Any, ...]) -> FlexMask:
+        """Of a `BlockMask` as a tuple."""
+        counts = block_mask[BLOCK_COUNTS]
+        return FlexMask(block_mask[MASK_MOD], counts.shape[0], torch.arange(counts.shape[1], device=counts.device))
+
+    def block(self, tile: Tile) -> Tensor:
+        device = tile.q_positions.device
+        items = torch.arange(self.items, device=device)
+        rows = torch.arange(tile.rows.start, tile.rows.stop, device=device) + self.row
+        cols = torch.arange(tile.cols.start, tile.cols.stop, device=device) + self.col
+        items = items[tile.batch] if self.items > 1 else items
+        return _each_pair(self.mask_mod, items, self.heads.to(device), rows, cols)
+
+    def part(self, tile: Tile, heads: slice, shift: int) -> Mask:
+        own = self.heads[heads] if self.heads.numel() > 1 else self.heads
+        return FlexMask(self.mask_mod, self.items, own, self.row + tile.rows.start, self.col + tile.cols.start)
+
+    def shared_by_heads(self) -> bool:
+        return self.heads.numel() == 1
+
+    def __repr__(self) -> str:
+        return f"FlexMask({getattr(self.mask_mod, '__name__', 'mask_mod')}, {id(self.mask_mod)})"
+
+
+class FlexBias(Bias):
+    """What a `score_mod` adds to each score, which it may compute from the score: so queries and keys are kept here.
+    `weight` (B, H) numbers texts and heads, to know again of which a part is."""
+
+    def __init__(self, score_mod: Any, q: Tensor, k: Tensor, scale: float, start: int) -> None:
+        self.score_mod, self.q, self.k, self.scale, self.start = score_mod, q, k, scale, start
+        batch, heads = q.shape[:2]
+        self.weight = torch.arange(batch * heads, device=q.device).view(batch, heads)
+
+    def starting(self, start: int) -> FlexBias:
+        """The same where the first query stands at `start`."""
+        other = copy(self)
+        other.start = start
+        return other
+
+    def block(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+        heads = self.q.shape[1]
+        items, own = self.weight[:, 0] // heads, self.weight[0] % heads
+        rows, cols = q_positions[0] - self.start, k_positions[0]
+        q = self.q[items[:, None, None], own[:, None], rows]  # (b, h, n, D)
+        k = self.k[items[:, None, None], own[:, None] // (heads // self.k.shape[1]), cols]  # (b, h, m, D)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        scores = q.to(dtype) @ k.to(dtype).mT * self.scale
+        return _each_pair(self.score_mod, items, own, rows, cols, scores=scores) - scores
+
+
+def from_flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    block_mask: tuple[Any, ...],
+    scale: float,
+    kernel_options: dict[str, Any] | None = None,
+    score_mod_other_buffers: tuple[Any, ...] = (),
+    mask_mod_other_buffers: tuple[Any, ...] = (),
+) -> Call:
+    """From the arguments of the operator below `flex_attention`: q (B, H, N, D), k (1|B, G, M, D), v (1|B, G, M, E)."""
+    q, k, v = (x.detach() for x in (query, key, value))
+    k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
+    start = k.shape[2] - q.shape[2]
+    bias = None
+    if score_mod is not getattr(sys.modules.get("torch.nn.attention.flex_attention"), "_identity", None):
+        bias = FlexBias(_with(score_mod, score_mod_other_buffers), q.clone(), k.clone(), scale, start)
+    mask_mod = _with(block_mask[MASK_MOD], mask_mod_other_buffers)
+    mask = FlexMask.of((*block_mask[:MASK_MOD], mask_mod))
+    return prepare(q, k, v, scale=scale, mask=mask, bias=bias)
+
+
+def _with(function: Any, buffers: tuple[Any, ...]) -> Any:
+    """A function of numbers with what it captured, which compilers hand over beside them."""
+    return (lambda *given: function(*given, *buffers)) if buffers else function

@@ -80,8 +80,9 @@ def test_chunks_of_seamless() -> None:
 def test_the_text_side_of_grounding_dino() -> None:
     """Phrases shall not see each other; eager attention adds the boolean mask which says so."""
     torch.manual_seed(0)
-    text = transformers.BertConfig(**hf_models._BERT | {"hidden_size": 36, "vocab_size": 1013})
-    backbone = transformers.SwinConfig(image_size=32, patch_size=4, embed_dim=12, depths=[1, 1, 1], num_heads=[1, 1, 1],
+    made: Any = transformers
+    text = made.BertConfig(**hf_models._BERT | {"hidden_size": 36, "vocab_size": 1013})
+    backbone = made.SwinConfig(image_size=32, patch_size=4, embed_dim=12, depths=[1, 1, 1], num_heads=[1, 1, 1],
                                        window_size=2, out_features=["stage2", "stage3"])  # fmt: skip
     config = transformers.GroundingDinoConfig(
         text_config=text, backbone_config=backbone, d_model=32, encoder_layers=1, decoder_layers=1, num_queries=5,

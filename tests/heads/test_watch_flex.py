@@ -133,7 +133,7 @@ def test_it_is_what_it_is_unwatched() -> None:
     flag = flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
     with regard.watch(model):
         during = model(x)
-    assert flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG == flag
+    assert flag == flex_module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
     close(during, model(x), "output", 1e-12)
 
 
@@ -210,7 +210,9 @@ def dense_varlen(q: Tensor, k: Tensor, starts: Tensor, key_starts: Tensor, windo
         n, m = own.stop - own.start, keys.stop - keys.start
         s = torch.einsum("nhd,mhd->hnm", q[own], k[keys].repeat_interleave(q.shape[1] // k.shape[1], 1)) * 0.7
         ahead = torch.arange(m)[None] - (torch.arange(n)[:, None] + m - n)
-        hidden = (ahead > window[1] if window[1] >= 0 else ahead > m) | (ahead < -window[0] if window[0] >= 0 else False)
+        hidden = (ahead > window[1] if window[1] >= 0 else ahead > m) | (
+            ahead < -window[0] if window[0] >= 0 else False
+        )
         weights[:, own, keys] = s.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0)
     return weights
 
@@ -252,7 +254,7 @@ class Varlen(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (-1, D)).split((H, G, G), 1)
         self.last = q, k
-        out = varlen.varlen_attn(q, k, v, LENGTHS, LENGTHS, 5, 5, scale=0.7, window_size=(2, 0), enable_gqa=True)
+        out: Any = varlen.varlen_attn(q, k, v, LENGTHS, LENGTHS, 5, 5, scale=0.7, window_size=(2, 0), enable_gqa=True)
         return self.out_proj(out.flatten(1))
 
 
@@ -286,6 +288,6 @@ def test_an_operator_that_is_not_known_is_named() -> None:
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q)[0]
 
     model = Direct()
-    with pytest.raises(ValueError, match=r"Direct: the operator .*flash_attention_for_cpu.* is not known"):
-        with regard.watch(model):
-            model(torch.randn(2, 5, 14))
+    said = r"Direct: the operator .*flash_attention_for_cpu.* is not known"
+    with pytest.raises(ValueError, match=said), regard.watch(model):
+        model(torch.randn(2, 5, 14))

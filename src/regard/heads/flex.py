@@ -1,8 +1,8 @@
-"""Attention by torch's `flex_attention`, in the words of `regard.attend`: functions of one pair of query and key say who
-sees whom (`mask_mod`) and what becomes of a score (`score_mod`). They are asked for one tile after another.
+"""Attention by torch's `flex_attention`, in the words of `regard.attend`: functions of one pair of query and key say
+who sees whom (`mask_mod`) and what becomes of a score (`score_mod`). They are asked for one tile after another.
 
-Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v; n, m the sides
-of one tile.
+Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v; n, m the
+sides of one tile.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def _each_pair(function: Callable[..., Tensor], *indices: Tensor, scores: Tensor
 
 
 class FlexMask(Mask):
-    """A `mask_mod` as a mask: of `items` texts and some `heads`, or one of either that stands for all. Slots are counted
-    from (`row`, `col`)."""
+    """A `mask_mod` as a mask: of `items` texts and some `heads`, or one of either that stands for all. Slots are
+    counted from (`row`, `col`)."""
 
     fields = ("mask_mod", "items", "heads", "row", "col")
 

@@ -9,9 +9,14 @@ would have computed, down to the bit.
 from __future__ import annotations
 
 import sys
+<<<<<<< HEAD
 import threading
 from collections.abc import Callable
 from functools import partial
+=======
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+>>>>>>> 5cf0c15 (watch: types and words of flash and flex)
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -114,9 +119,15 @@ def _masks_of(name: str) -> Any:
         return "unknown"
     while isinstance(make, partial):
         make = make.func
+    return _masks_made_by(make)
+
+
+@lru_cache(maxsize=64)
+def _masks_made_by(make: Callable[..., Any]) -> str:
+    utils = sys.modules.get("transformers.masking_utils")
     for kind in ("flash", "sdpa", "eager", "flex"):
         if make in (getattr(utils, f"{kind}_mask", None), getattr(utils, f"{kind}_attention_mask", None)):
-            return "sdpa" if kind == "eager" else kind  # (both read planes, by their dtype)
+            return "sdpa" if kind == "eager" else kind  # (both are planes, read by their dtype)
     try:  # one of somebody's own: what does it make of a small text with padding?
         mask = make(batch_size=1, q_length=2, kv_length=2, attention_mask=torch.tensor([[False, True]]))
     except Exception:

@@ -235,7 +235,7 @@ class Senses:
         inplace = name == "_varlen_attn_out"
         call = from_varlen(*(args[1:] if inplace else args), **{n: x for n, x in kwargs.items() if n != "out"})
         result = func(*args, **kwargs)
-        out = kwargs.get("out", args[0] if args else None) if inplace else result[0]  # (N, H, E)
+        out: Tensor = (kwargs["out"] if "out" in kwargs else args[0]) if inplace else result[0]  # (N, H, E)
         attention = self._describe(frame, call.shape, call=call)
         _add_projection(attention, frame)
         told = self._told(attention, out.transpose(0, 1)[None])[0].transpose(0, 1)
@@ -703,7 +703,9 @@ def _readings(
     """What a function of transformers may compute, the likeliest first: as its masks are made, then as others read
     them, each with sinks (if there are any) and without."""
     flash = how.masks == "flash" and (mask is None or mask.dim() == 2)
-    if mask is not None and not isinstance(mask, Tensor):  # (to `flex_attention` a tensor is what is added, as to eager)
+    if mask is not None and not isinstance(
+        mask, Tensor
+    ):  # (to `flex_attention` a tensor is what is added, as to eager)
         mask = FlexMask.of(mask.as_tuple())
     likely = {"eager": ("eager", "sdpa"), "flex": ("eager",), "unknown": ("flash", "sdpa", "eager")}.get(how.masks)
     ways = likely or (("flash", "sdpa", "eager") if flash else ("sdpa", "flash", "eager"))

@@ -44,6 +44,7 @@ from torch.utils.checkpoint import checkpoint
 import regard
 from regard import MultiHeadAttention, models, swap
 from regard.heads import ablate
+from regard.heads.ablate import refuse_checkpoints
 from regard.heads.huggingface import _interface
 from regard.masks import Causal
 from regard.models import EMBEDDED, Decoder, Encoder, ModelConfig
@@ -635,7 +636,10 @@ def projection_of(one: Case, layer: str) -> tuple[nn.Module, int]:
 def test_mean_of_the_same_call(name: str) -> None:
     one = CASES[name]()
     layer = one.layers[-1]
-    handle = swapped_in(*projection_of(one, layer), [0, 2], lambda x: x.mean((0, 1), keepdim=True))
+    real = None
+    if name == "regard, decoder":  # whose second text is padded
+        real = torch.arange(hf_models.TOKENS) < torch.tensor([[hf_models.TOKENS], [8]])
+    handle = swapped_in(*projection_of(one, layer), [0, 2], SoFar(real))
     right = one.run()
     handle.remove()
     with ablate(one.model, {layer: [0, 2]}, mode="mean"):
@@ -692,6 +696,113 @@ def test_mean_of_another_run_in_generation() -> None:
         got, got_logits = scores(one.model, given)
     assert torch.equal(got, right)
     same(got_logits, logits)
+
+
+class SoFar:
+    """The mean over everything that a projection was given, in this call and in those before it."""
+
+    def __init__(self, real: Tensor | None = None) -> None:
+        self.given: list[Tensor] = []
+        self.real = real  # (B, N) of the first call
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.given.append(x[self.real] if self.real is not None and not self.given else x.flatten(0, 1))
+        return torch.cat(self.given).mean(0).expand_as(x)
+
+
+@pytest.mark.parametrize("family,options", [("llama", {}), ("llama", {"cache_implementation": "static"}), ("gpt2", {}),
+                                            ("bloom", {}), ("mistral", {})], ids=_said)  # fmt: skip
+@torch.no_grad()
+def test_mean_of_what_was_read_so_far(family: str, options: dict[str, Any]) -> None:
+    """While a model writes, token after token from a cache: of its prompt, and of what it has written."""
+    one, given = hf(family), prompts()
+    layer = one.layers[1]
+    handle = swapped_in(*projection_of(one, layer), [0, 2], SoFar())
+    right, logits = scores(one.model, given, **options)
+    handle.remove()
+    with ablate(one.model, {layer: [0, 2]}, mode="mean"):
+        got, got_logits = scores(one.model, given, **options)
+        again, _ = scores(one.model, given, **options)  # another text: its mean is its own
+    assert torch.equal(got, right)
+    assert torch.equal(again, right)
+    same(got_logits, logits)
+    assert (scores(one.model, given, **options)[1][1:] - logits[1:]).abs().max() > 1e-3  # after the prompt, too
+
+
+@torch.no_grad()
+def test_mean_so_far_with_our_own_cache() -> None:
+    one = regard_model(Decoder, causal=True, positions="rotary")
+    layer = "blocks.1.attention"
+
+    def run() -> Tensor:
+        cache = one.model.new_cache()  # type: ignore[operator]
+        return torch.cat([one.model(x, cache=cache) for x in hf_models.some_ids().split([5, 1, 3, 1, 3], dim=1)], 1)
+
+    handle = swapped_in(*projection_of(one, layer), [1, 4], SoFar())
+    right = run()
+    handle.remove()
+    with ablate(one.model, {layer: [1, 4]}, mode="mean"):
+        same(run(), right)
+
+
+@torch.no_grad()
+def test_mean_so_far_after_a_call_that_failed() -> None:
+    """What a call read that raised does not count."""
+    one = regard_model(Decoder, causal=True, positions="rotary")
+
+    def stop(*_: Any) -> None:
+        raise Breaks
+
+    with ablate(one.model, {0: [1]}, mode="mean") as changing:
+        one.model(hf_models.some_ids())
+        kept = dict(changing.sums)
+        handle = one.model.get_submodule("norm").register_forward_pre_hook(stop)
+        with pytest.raises(Breaks):
+            one.model(hf_models.some_ids(tokens=5))
+        handle.remove()
+        assert len(kept) == 1
+        assert changing.sums == kept
+
+
+@pytest.mark.parametrize("family", ["bert", "llama", "gpt2"])
+@torch.no_grad()
+def test_mean_without_padding(family: str) -> None:
+    """Padded on the right (BERT) or on the left: padding has no part in the mean."""
+    model, given = hf_models.model(family, padded=True), hf_models.inputs(family, padded=True)
+    real = given["attention_mask"].bool()
+    assert not real.all()
+    one = hf(family)
+    layer = one.layers[0]
+    projection, heads = projection_of(one, layer)
+    name = next(name for name, module in one.model.named_modules() if module is projection)
+
+    def run() -> Tensor:
+        out = model(**given)
+        return (out.logits if "logits" in out else out.last_hidden_state)[real]
+
+    handle = swapped_in(model.get_submodule(name), heads, [0, 2], SoFar(real))
+    right = run()
+    handle.remove()
+    with ablate(model, {layer: [0, 2]}, mode="mean"):
+        torch.testing.assert_close(run(), right, rtol=1e-4, atol=1e-5)
+    source = seen_of(model, run)
+    with ablate(model, {layer: [0, 2]}, mode="mean", source=source):
+        torch.testing.assert_close(run(), right, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_mean_of_one_token_is_refused() -> None:
+    """It would change nothing, and say nothing."""
+    model = regard_model(Decoder, causal=True, positions="rotary").model
+    words = "mean of blocks.0.attention: expected two tokens at least, for the mean of one is itself, received one; "
+    with pytest.raises(ValueError, match=words), ablate(model, {0: [0]}, mode="mean"):
+        model(torch.tensor([[5]]))
+    source = seen_of(model, lambda: model(hf_models.some_ids()))
+    plain = model(torch.tensor([[5]]))
+    with ablate(model, {0: [0]}, mode="mean", source=source):
+        assert not torch.allclose(model(torch.tensor([[5]])), plain)
+    with ablate(model, {0: [0]}, mode="mean"):  # two texts of one token each
+        assert not torch.allclose(model(torch.tensor([[5], [7]])), model(torch.tensor([[5], [5]])))
 
 
 # Another run in the place of this one
@@ -792,8 +903,13 @@ def test_wrong_arguments() -> None:
     model = made(Hand(by_operator))
     with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, received function"):
         ablate(by_operator, {0: [0]})  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"heads: expected a mapping from layers to heads, received list; remedy"):
+    with pytest.raises(TypeError, match=r"heads: expected a mapping from layers to heads, or .* received list; remedy"):
         ablate(model, [0, 1])  # type: ignore[arg-type]
+    for heads in (3, "layer", None):
+        with pytest.raises(TypeError, match="heads: expected a mapping from layers to heads, or heads such as"):
+            ablate(model, heads)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="heads: expected one head at least, received an empty list; remedy: seen"):
+        ablate(model, [])
     for layer in (True, None, 0.0, ("layer",)):
         with pytest.raises(TypeError, match="heads: expected layers by name or by number, received"):
             ablate(model, {layer: [0]})  # type: ignore[dict-item]
@@ -829,6 +945,26 @@ def test_heads_in_any_form() -> None:
         assert torch.equal(one.run(), got)
     with ablate(one.model, {0: []}), torch.no_grad():
         assert not torch.equal(one.run(), got)
+
+
+def test_heads_that_have_a_role() -> None:
+    """What `roles` gives is what `ablate`, `leave_one_out` and `prune` take."""
+    model, ids = regard_model(Encoder).model, hf_models.some_ids()
+    with regard.watch(model) as seen, torch.no_grad():
+        model(ids)
+    some = [one for one in seen.roles() if one.head % 2]
+    by_name = {layer: [1, 3, 5] for layer in seen.layers}
+    with ablate(model, by_name), torch.no_grad():  # type: ignore[arg-type]
+        right = model(ids)
+    for heads in (some, tuple(some), iter(some)):
+        with ablate(model, heads), torch.no_grad():
+            assert torch.equal(model(ids), right)
+    scores = regard.heads.leave_one_out(model, lambda model, x: model(x).square().mean(), [ids], heads=some[:1])
+    assert [(layer, head) for layer, head, _ in scores.ranked()] == [(seen.layers[0], 1)]
+    pruned = regard.prune(model, some)
+    assert [block.attention.num_heads for block in pruned.blocks] == [3, 3]  # type: ignore[union-attr]
+    with torch.no_grad():
+        same(pruned(ids), right)
 
 
 @pytest.mark.parametrize("mode", ["mean", "patch"])
@@ -921,6 +1057,14 @@ def test_checkpoints_of_transformers(family: str) -> None:
     one.model.train()
     with pytest.raises(ValueError, match=WORDS), ablate(one.model, {0: [0]}):
         one.run()
+
+
+def test_checkpoints_wherever_torch_is() -> None:
+    """Known by the name of torch's module, however a system writes the path to its file."""
+    path = r"C:\Python\Lib\site-packages\torch\utils\checkpoint.py"
+    torchs = {"__name__": "torch.utils.checkpoint", "refuse": refuse_checkpoints}
+    with pytest.raises(ValueError, match="layer: expected no checkpointing where heads are changed"):
+        exec(compile("refuse('layer')", path, "exec"), torchs)
 
 
 def test_a_head_by_hand_is_dense_without_it() -> None:

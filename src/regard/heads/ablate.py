@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from numbers import Integral
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,19 @@ from regard.heads.attention import Attention
 from regard.heads.places import Places, trimmed
 from regard.heads.record import Record
 from regard.heads.senses import Senses
+from regard.heads.texts import padding
 
-__all__ = ["Changes", "ablate"]
+__all__ = ["Changes", "Head", "Heads", "ablate", "by_layer"]
+
+
+class Head(Protocol):
+    """One head, by the name of its layer and its number in it, such as a `Role`."""
+
+    layer: str
+    head: int
+
+
+Heads = Mapping[Any, Iterable[int]] | Iterable[Head]  # numbers by layers, or heads one by one
 
 
 class Changes(Senses):
@@ -59,9 +70,11 @@ class ablate(Changes):
 
     Args:
         model: any model that `watch` can see.
-        heads: for each layer, by name or by number in call order, the heads to change.
-        mode: "zero": they give 0. "mean": they give their mean over all queries and texts, of `source` if there is one,
-            else of the same call. "patch": they give what they gave in `source`, query by query.
+        heads: for each layer, by name or by number in call order, the heads to change; or heads one by one, as
+            `seen.roles().of("induction")` gives them.
+        mode: "zero": they give 0. "mean": they give their mean over all queries and texts but for padding, of `source`
+            if there is one, else of what the model has read so far: of the same call, and where it goes on with a
+            cache, of those before it. "patch": they give what they gave in `source`, query by query.
         source: a record of another run, watched with keep="qkv".
 
     Gradients flow through what is left. The weights that `nn.MultiheadAttention` returns are those of the model.
@@ -77,14 +90,12 @@ class ablate(Changes):
     def __init__(
         self,
         model: nn.Module,
-        heads: Mapping[str | int, Iterable[int]],
+        heads: Heads,
         mode: Literal["zero", "mean", "patch"] = "zero",
         source: Record | None = None,
     ) -> None:
         super().__init__(model)
-        if not isinstance(heads, Mapping):
-            raise bad_type("heads", expected="a mapping from layers to heads", received=type(heads).__name__,
-                           remedy='ablate(model, {"layer name": [0, 3]})')  # fmt: skip
+        heads = by_layer(heads)
         if mode not in ("zero", "mean", "patch"):
             raise bad_value("mode", expected='"zero", "mean" or "patch"', received=repr(mode))
         if mode == "patch" and source is None:
@@ -102,6 +113,10 @@ class ablate(Changes):
         self.places.strict = mode == "patch"
         self.met: set[str | int] = set()
         self.come: dict[str, int] = {}  # how far a patched text has come, layer by layer
+        self.sums: dict[
+            str, tuple[Tensor, Tensor]
+        ] = {}  # by layer: the outputs (H, E) of its text so far, and how many
+        self.sums_before: tuple[int, dict[str, tuple[Tensor, Tensor]]] = (-1, {})  # this outermost call
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -125,8 +140,35 @@ class ablate(Changes):
             return _put(output, which, self._patch(attention, output))
         if self.mode == "zero":
             return _put(output, which, torch.zeros_like(output))
-        given = output if self.source is None else self._of_source(attention.layer, output)
-        return _put(output, which, given.mean((0, 2), keepdim=True).expand_as(output))
+        mean = self._mean_so_far(attention, output) if self.source is None else self._mean_of_source(attention, output)
+        return _put(output, which, mean[None, :, None].to(output.dtype).expand_as(output))
+
+    def _mean_so_far(self, attention: Attention, output: Tensor) -> Tensor:
+        """The mean (H, E) over the queries of this call, and over those before it of the text that it goes on with."""
+        if self.sums_before[0] != attention.forward:
+            self.sums_before = attention.forward, dict(self.sums)
+        total, count = _summed(output, padding(attention))
+        if self.goes_on and attention.layer in self.sums:
+            before, number = self.sums[attention.layer]
+            total, count = total + before, count + number
+        self.sums[attention.layer] = total.detach(), count
+        if int(count) == 1:
+            raise bad_value(f"mean of {attention.layer}", expected="two tokens at least, for the mean of one is itself",
+                            received="one", remedy="source=a record of another text, or a longer prompt")  # fmt: skip
+        return total / count.clamp(min=1)
+
+    def _mean_of_source(self, attention: Attention, output: Tensor) -> Tensor:
+        """The mean (H, E) over the queries of the source."""
+        theirs = self._of_source(attention.layer, output)
+        assert self.source is not None
+        blank = self.source[attention.layer].last_padding()
+        total, count = _summed(theirs, None if blank is None else blank.to(theirs.device))
+        return total / count.clamp(min=1)
+
+    def _failed(self) -> None:
+        super()._failed()
+        if self.sums_before[0] == self.frames.forwards:
+            self.sums = self.sums_before[1]
 
     def _chosen(self, attention: Attention) -> list[int]:
         found: list[int] = []
@@ -191,11 +233,38 @@ def head_numbers(what: str, which: object, *, alone: bool = False) -> list[int]:
     return [int(number) for number in listed]
 
 
+def by_layer(heads: Heads) -> Mapping[str | int, Iterable[int]]:
+    """Heads as a mapping from layers to numbers: of one, or of heads one by one.
+
+    >>> from regard.heads import Role
+    >>> by_layer([Role("a", 3, "induction"), Role("b", 0, "induction"), Role("a", 1, "induction")])
+    {'a': [3, 1], 'b': [0]}
+    """
+    if isinstance(heads, Mapping):
+        return heads  # type: ignore[return-value]
+    listed: list[Any] = list(heads) if isinstance(heads, Iterable) else [heads]
+    if not listed:
+        raise bad_value("heads", expected="one head at least", received="an empty list",
+                        remedy="seen.roles() has the roles that there are")  # fmt: skip
+    if not is_heads(listed):
+        raise bad_type("heads", expected="a mapping from layers to heads, or heads such as seen.roles().of(...) gives",
+                       received=type(heads).__name__, remedy='ablate(model, {"layer name": [0, 3]})')  # fmt: skip
+    found: dict[str | int, list[int]] = {}
+    for one in listed:
+        found.setdefault(one.layer, []).append(one.head)
+    return found
+
+
+def is_heads(heads: list[Any]) -> bool:
+    """Whether these are heads that name their layers."""
+    return bool(heads) and all(hasattr(one, "layer") and hasattr(one, "head") for one in heads)
+
+
 def refuse_checkpoints(layer: str) -> None:
     """Recomputed in the backward pass, where no sense is awake, a layer would forget the change: wrong gradients."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
             raise bad_value(layer, expected="no checkpointing where heads are changed", received="a checkpointed layer",
                             remedy="turn it off: model.gradient_checkpointing_disable()")  # fmt: skip
         frame = frame.f_back
@@ -206,3 +275,12 @@ def _put(output: Tensor, heads: list[int], other: Tensor) -> Tensor:
     chosen = torch.zeros(output.shape[1], dtype=torch.bool, device=output.device)
     chosen[heads] = True
     return torch.where(chosen[None, :, None, None], other, output)
+
+
+def _summed(output: Tensor, blank: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sum (H, E) of the outputs (B, H, N, E) of queries that are not padding (B, 1, N), and how many these are."""
+    wide = output.to(torch.promote_types(output.dtype, torch.float32))
+    if blank is None:
+        return wide.sum((0, 2)), torch.tensor(output.shape[0] * output.shape[2], device=output.device)
+    real = ~blank.expand(output.shape[0], 1, output.shape[2])
+    return torch.where(real[..., None], wide, 0.0).sum((0, 2)), real.sum()

@@ -32,7 +32,7 @@ from regard.models.text import tokenizing
 __all__ = ["Attribution", "attribution"]
 
 
-@dataclass
+@dataclass(repr=False)
 class Attribution(PerHead):
     """`scores[layer]` (H,) is what each head adds to the logit of `target`; `rest` what everything else adds. Where the
     model caps its logits, `logit` is that before the cap: the model's own is softcap * tanh(logit / softcap)."""
@@ -45,13 +45,16 @@ class Attribution(PerHead):
     def table(self) -> Table:
         """A row for each head, the largest share first."""
         rows = sorted(self.rows(), key=lambda row: -abs(row[2]))
-        return Table({"layer": layer, "head": head, "adds": s} for layer, head, s in rows)
+        return Table(({"layer": layer, "head": head, "adds": s} for layer, head, s in rows), self.scores)
 
-    def __str__(self) -> str:
-        top = Table(self.table()[:10])
+    def caption(self) -> str:
+        """The logit, and how much of it is not the heads'."""
         capped = "" if self.softcap is None else f" before the cap of {self.softcap:g}"
         said = f"logit {self.logit:.3f} of token {self.target}{capped}"
-        return f"{said}, of which {self.rest:.3f} is not the heads'\n{top}"
+        return f"{said}, of which {self.rest:.3f} is not the heads'"
+
+    def __str__(self) -> str:
+        return f"{self.caption()}\n{Table(self.table()[:10])}"
 
 
 def attribution(

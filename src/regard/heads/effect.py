@@ -5,7 +5,7 @@ Letters: B batch, N tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,11 @@ from torch import Tensor
 
 from regard import models
 from regard.errors import bad_value
-from regard.heads.ablate import ablate
+from regard.heads.ablate import Heads, ablate
 from regard.heads.importance import Importance, importance, leave_one_out
 from regard.models.text import TextModel
 
 __all__ = ["effect", "effects", "loss_of"]
-
-Heads = Mapping[Any, Iterable[int]]  # layers by name or by number
 
 
 def loss_of(model: TextModel, texts: Sequence[str]) -> Callable[[TextModel, int], Tensor]:

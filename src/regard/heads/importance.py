@@ -6,7 +6,7 @@ Letters: B batch, H query heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value
-from regard.heads.ablate import Changes, ablate, head_numbers, refuse_checkpoints
+from regard.heads.ablate import Changes, Heads, ablate, by_layer, head_numbers, refuse_checkpoints
 from regard.heads.attention import Attention
 from regard.heads.progress import track
 from regard.heads.table import PerHead, Table
@@ -24,7 +24,7 @@ __all__ = ["Importance", "importance", "leave_one_out"]
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
-@dataclass
+@dataclass(repr=False)
 class Importance(PerHead):
     """A number for each head: `scores[layer]` is (H,). The larger, the more the model needs it."""
 
@@ -50,7 +50,8 @@ class Importance(PerHead):
 
     def table(self) -> Table:
         """A row for each head, the most needed first."""
-        return Table({"layer": layer, "head": head, "importance": s} for layer, head, s in reversed(self.ranked()))
+        rows = ({"layer": layer, "head": head, "importance": s} for layer, head, s in reversed(self.ranked()))
+        return Table(rows, self.scores)
 
     def __str__(self) -> str:
         return str(self.table())
@@ -128,11 +129,11 @@ def leave_one_out(
     loss_fn: LossFunction,
     batches: Iterable[Any],
     *,
-    heads: Mapping[str | int, Iterable[int]] | None = None,
+    heads: Heads | None = None,
     progress: bool = True,
 ) -> Importance:
     """How much the mean loss over all examples rises without each head: the model is run once for each head (or each of
-    `heads`; the others' score is NaN).
+    `heads`, given as to `ablate`; the others' score is NaN).
 
     >>> import regard
     >>> layer = regard.MultiHeadAttention(16, num_heads=2)
@@ -162,14 +163,14 @@ def leave_one_out(
     return Importance(scores, sum(sizes))
 
 
-def _jobs(heads: Mapping[str | int, Iterable[int]] | None, layers: dict[str, int]) -> list[tuple[str, int]]:
+def _jobs(heads: Heads | None, layers: dict[str, int]) -> list[tuple[str, int]]:
     """The heads to leave out: all, or those that were asked for, by the layers' own names."""
     if heads is None:
         return [(layer, head) for layer, count in layers.items() for head in range(count)]
     names: dict[object, str] = {f"{name}#0": name for name in layers}
     names |= {name: name for name in layers} | dict(enumerate(layers))
     jobs: list[tuple[str, int]] = []
-    for key, which in heads.items():
+    for key, which in by_layer(heads).items():
         if key not in names or isinstance(key, bool):
             raise bad_value("heads", expected=f"layers of the model: {', '.join(layers)}", received=repr(key))
         layer, chosen = names[key], head_numbers(f"heads of {key!r}", which, alone=True)

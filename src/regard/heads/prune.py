@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value
-from regard.heads.ablate import head_numbers
+from regard.heads.ablate import Head, by_layer, head_numbers, is_heads
 from regard.layer import MultiHeadAttention
 from regard.layouts.swap import SplitAttention, SwappedAttention
 from regard.positions import Alibi, RelativeBias, Rotary
@@ -38,7 +38,7 @@ Model = TypeVar("Model", bound=nn.Module)
 Which = Literal["query", "kv"]
 
 
-def prune(model: Model, heads: Iterable[int] | Mapping[Any, Iterable[int]]) -> Model:
+def prune(model: Model, heads: Iterable[int] | Mapping[Any, Iterable[int]] | Iterable[Head]) -> Model:
     """Remove attention heads for good, in place; the model is returned.
 
     It then computes what it would with the outputs of those heads set to zero before the output projection, with fewer
@@ -49,7 +49,8 @@ def prune(model: Model, heads: Iterable[int] | Mapping[Any, Iterable[int]]) -> M
             seen from there alone. It may hold `regard.MultiHeadAttention`, what `regard.swap` made, or attention of
             Hugging Face transformers with separate projections (BERT, RoBERTa, DistilBERT, ViT, Llama, ...) or GPT-2's.
         heads: numbers of the heads that go, where there is one attention module; else a dict of them, by the name of
-            the attention module or by its number among the attention modules, in module order.
+            the attention module or by its number among the attention modules, in module order; or heads one by one, as
+            `seen.roles().of("first")` gives them.
 
     Numbers are those of the heads that are there now, so that pruning twice is possible.
 
@@ -107,7 +108,7 @@ def prune(model: Model, heads: Iterable[int] | Mapping[Any, Iterable[int]]) -> M
 
 
 def _chosen(
-    model: nn.Module, heads: Iterable[int] | Mapping[str | int, Iterable[int]]
+    model: nn.Module, heads: Iterable[int] | Mapping[str | int, Iterable[int]] | Iterable[Head]
 ) -> Iterator[tuple[str, nn.Module, list[int]]]:
     """The name, the attention module and the head numbers of each that was asked for."""
     names = _attention_modules(model)
@@ -121,6 +122,8 @@ def _chosen(
             remedy="the module around it, if this is a part of one; regard.layouts.load makes a MultiHeadAttention "
             "of the weights of any other",
         )
+    if isinstance(heads, (list, tuple)) and is_heads(list(heads)):
+        heads = by_layer(heads)  # type: ignore[arg-type]
     if not isinstance(heads, Mapping):
         if len(wholes) > 1:
             raise bad_type(

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
 from os import PathLike
+<<<<<<< HEAD
 from reprlib import repr as short
 from typing import Any
 
 from regard import models
 from regard.errors import bad_type, bad_value, missing_extra
 from regard.heads.ablate import head_numbers
+=======
+
+from regard import models
+from regard.errors import bad_value, missing_extra
+from regard.heads.ablate import Heads, by_layer, head_numbers
+>>>>>>> d04a748 (ablate: means are over real tokens, and while decoding over all that was read so far; heads as roles give them, for prune and leave_one_out too; checkpoints known by torch's module name)
 from regard.heads.prune import prune
 from regard.models.fields import LAYERS, WIDTH, integer, several, word
 from regard.models.files import damaged, open_safetensors, parse_json
@@ -19,13 +25,17 @@ from regard.models.text import TextModel
 __all__ = ["load_pruned", "save_pruned"]
 
 
-def save_pruned(model: TextModel, heads: Mapping[Any, Iterable[int]], path: str | PathLike[str]) -> None:
+def save_pruned(model: TextModel, heads: Heads, path: str | PathLike[str]) -> None:
     """Write a model of `models.load` that was pruned of `heads`: its weights, and what `load_pruned` needs to know."""
     try:
         from safetensors.torch import save_model
     except ImportError:
         raise missing_extra("safetensors", "models") from None
+<<<<<<< HEAD
     removed = [[layer, head_numbers(str(layer), several_)] for layer, several_ in heads.items()]
+=======
+    removed = [[layer, head_numbers(str(layer), several)] for layer, several in by_layer(heads).items()]
+>>>>>>> d04a748 (ablate: means are over real tokens, and while decoding over all that was read so far; heads as roles give them, for prune and leave_one_out too; checkpoints known by torch's module name)
     said = {"model": model.name, "heads": removed}
     save_model(model, str(path), metadata={"regard.pruned": json.dumps(said)})
 

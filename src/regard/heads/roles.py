@@ -15,7 +15,7 @@ from torch import Tensor
 
 from regard.errors import bad_type, bad_value
 from regard.heads.corpus import SEPARATORS, is_punctuation
-from regard.heads.table import Table, scalars
+from regard.heads.table import Shown, Table, scalars
 from regard.measures import Offsets
 
 if TYPE_CHECKING:
@@ -66,8 +66,11 @@ class Role:
     evidence: dict[str, float] = field(default_factory=dict)
 
 
-class Roles(list[Role]):
-    """One for each head of each layer; `print` shows those that have a role."""
+class Roles(list[Role], Shown):  # type: ignore[misc]
+    """One for each head of each layer; `print` shows those that have a role, a notebook as a table."""
+
+    __repr__ = Shown.__repr__
+    layers: Sequence[str] = ()  # all that were watched, in the order of their calls
 
     def of(self, role: str) -> list[Role]:
         """The heads that have a role, the highest score first."""
@@ -84,15 +87,20 @@ class Roles(list[Role]):
 
     def table(self) -> Table:
         """A row for each head that has a role."""
-        return Table(
+        rows = (
             {"layer": r.layer, "head": r.head, "role": r.role, "score": r.score, "baseline": r.baseline,
              "least": r.least, "also": ", ".join(r.also)}
             for r in self if r.role is not None
         )  # fmt: skip
+        return Table(rows, self.layers)
+
+    def caption(self) -> str:
+        """How many heads have a role."""
+        without = sum(one.role is None for one in self)
+        return f"{len(self) - without} of {len(self)} heads have a role"
 
     def __str__(self) -> str:
-        without = sum(one.role is None for one in self)
-        return f"{self.table()}\n{len(self) - without} of {len(self)} heads have a role"
+        return f"{self.table()}\n{self.caption()}"
 
 
 def roles(record: Record, tokens: Sequence[str] | Sequence[Sequence[str]] | None = None) -> Roles:
@@ -106,6 +114,7 @@ def roles(record: Record, tokens: Sequence[str] | Sequence[Sequence[str]] | None
     Induction and duplicate need a text that repeats itself, such as `heads.probes` make.
     """
     found = Roles()
+    found.layers = record.layers
     for layer in record:
         if layer.kind != "self":
             continue

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -16,13 +18,64 @@ from regard.measures import Offsets
 if TYPE_CHECKING:
     from regard.heads.record import Layer, Record
 
-__all__ = ["PerHead", "Table", "table"]
+__all__ = ["PerHead", "Shown", "Table", "table"]
 
 _AROUND = {"previous": -1, "itself": 0, "next": 1}  # what falls out of the offsets
 
 
-class Table(list[dict[str, Any]]):
-    """Rows as plain dictionaries; `print` shows them in columns."""
+MOST_ROWS = 500  # of a table in a notebook
+
+
+class Shown:
+    """What shows itself as a table: in a notebook as HTML, elsewhere as `print` does."""
+
+    def table(self) -> Table:
+        """The rows."""
+        raise NotImplementedError
+
+    def caption(self) -> str:
+        """What is said above them."""
+        return ""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        rows, caption = self.table(), self.caption()
+        said = f"<p>{escape(caption)}</p>" if caption else ""
+        return f'<div style="max-height: 40em; overflow: auto">{said}{rows.html()}</div>'
+
+
+class Table(list[dict[str, Any]], Shown):  # type: ignore[misc]
+    """Rows as plain dictionaries; `print` shows them in columns, a notebook as a table. `layers` are the names of all
+    layers in the order of their calls, where they are known: their numbers stand beside the names."""
+
+    __repr__ = Shown.__repr__
+
+    def __init__(self, rows: Iterable[dict[str, Any]] = (), layers: Iterable[str] = ()) -> None:
+        super().__init__(rows)
+        self.layers = list(layers)
+
+    def table(self) -> Table:
+        """Itself."""
+        return self
+
+    def html(self) -> str:
+        """As an HTML table, everything in it escaped."""
+        numbers = {layer: number for number, layer in enumerate(self.layers)}
+        names = list(dict.fromkeys(name for row in self for name in row))
+        titles = [title for name in names for title in (["number", name] if name == "layer" and numbers else [name])]
+        lines = ["".join(f"<th>{escape(str(title))}</th>" for title in titles)]
+        for row in self[:MOST_ROWS]:
+            cells: list[Any] = []
+            for name in names:
+                cells += [numbers.get(row.get(name))] if name == "layer" and numbers else []  # type: ignore[arg-type]
+                cells.append(row.get(name))
+            lines.append("".join(f"<td{_aligned(cell)}>{escape(_shown(cell))}</td>" for cell in cells))
+        more = f"<p>and {len(self) - MOST_ROWS} rows more</p>" if len(self) > MOST_ROWS else ""
+        if not self:
+            return "<p>(no rows)</p>"
+        return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + f"</table>{more}"
 
     def to_pandas(self) -> Any:
         """The same as a `pandas.DataFrame`, where pandas is installed."""
@@ -46,8 +99,8 @@ class Table(list[dict[str, Any]]):
         return "\n".join(lines)
 
 
-@dataclass
-class PerHead:
+@dataclass(repr=False)
+class PerHead(Shown):
     """A number for each head: `scores[layer]` is (H,); `found[layer]` the same, by name or by number in call order."""
 
     scores: dict[str, Tensor]
@@ -60,13 +113,17 @@ class PerHead:
         return [(layer, head, score) for layer, s in self.scores.items() for head, score in enumerate(s.tolist())]
 
 
+def _aligned(value: Any) -> str:
+    return ' style="text-align: left"' if isinstance(value, str) else ' style="text-align: right"'
+
+
 def _shown(value: Any) -> str:
     return "" if value is None else f"{value:.3f}" if isinstance(value, float) else printable(value)
 
 
 def table(record: Record) -> Table:
     """Layer, head and every scalar measure of a record: per-query measures as means over the queries that count."""
-    rows = Table()
+    rows = Table(layers=record.layers)
     for layer in record:
         columns = scalars(layer)
         for head in range(layer.heads):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import regard
 from regard import measures
+from regard.draw.scene import Scene
 from regard.heads import ROLES, Record, Roles, token_kinds
 
 N = 11
@@ -119,36 +120,150 @@ def test_without_tokens_neither_separators_nor_punctuation() -> None:
     assert "separator" not in found[0].evidence
 
 
-REPEATED = torch.tensor([[3, 5, 7, 11, 13, 3, 5, 7, 11, 13]])
+T = 13
+
+
+def repeating(tokens: int, way: str = "torch", causal: bool = False) -> Record:
+    """Some tokens twice. The second time, head 0 looks at the token after the copy, head 1 at the copy, head 2 nowhere
+    in particular."""
+    n = 2 * tokens
+    copied, after, even = (torch.eye(n, dtype=torch.float64) for _ in range(3))
+    for i in range(tokens, n):
+        copied[i], after[i] = 0, 0
+        copied[i, i - tokens] = after[i, i - tokens + 1] = 1
+    even[:] = torch.ones(n, n).tril() if causal else 1.0
+    even /= even.sum(-1, keepdim=True)
+    weights = torch.stack([after, copied, even])
+    if causal:
+        weights = weights.masked_fill(~torch.ones(n, n, dtype=torch.bool).tril(), -1)
+    model = Reads(Given(weights, way))
+    with torch.no_grad(), regard.watch(model) as seen:
+        model(torch.arange(tokens).repeat(2)[None])
+    return seen
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("way", ["torch", "by hand"])
 def test_copies(way: str, causal: bool) -> None:
-    """Five tokens twice. The second time, head 0 looks at the token after the copy, head 1 at the copy, head 2 nowhere
-    in particular. Equal weights have 1 of 10 keys there, or of the i + 1 that come no later."""
-    copied, after, even = (torch.eye(10, dtype=torch.float64) for _ in range(3))
-    for i in range(5, 10):
-        copied[i], after[i] = 0, 0
-        copied[i, i - 5] = after[i, i - 4] = 1
-    even[:] = torch.ones(10, 10).tril() if causal else 1.0
-    even /= even.sum(-1, keepdim=True)
-    weights = torch.stack([after, copied, even])
-    if causal:
-        weights = weights.masked_fill(~torch.ones(10, 10, dtype=torch.bool).tril(), -1)
-    model = Reads(Given(weights, way))
-    with torch.no_grad(), regard.watch(model) as seen:
-        model(REPEATED)
+    """Equal weights have 1 of 26 keys there, or of the i + 1 that come no later. The copy of the first token tells of
+    no duplicate: it may be looked at for being the first."""
+    seen = repeating(T, way, causal)
     found = seen.roles()
-    baseline = sum(1 / (i + 1) for i in range(5, 10)) / 5 if causal else 0.1
-    for head, name in enumerate(("induction", "duplicate")):
+    for head, (name, first) in enumerate((("induction", T), ("duplicate", T + 1))):
+        baseline = sum(1 / (i + 1 if causal else 2 * T) for i in range(first, 2 * T)) / (2 * T - first)
         one = found["layer", head]
         assert one.role == name
         assert one.score == pytest.approx(1.0, abs=1e-6)
         assert one.baseline == pytest.approx(baseline, abs=1e-6)
         assert one.least == pytest.approx(max(0.4, 3 * baseline), abs=1e-6)
+        assert found["layer", 2].evidence[name] == pytest.approx(baseline, abs=1e-6)
     assert found["layer", 2].role == "broad"
-    assert found["layer", 2].evidence["induction"] == pytest.approx(baseline, abs=1e-6)
+    assert seen[0].counts["induction"].tolist() == [T] * 3
+    assert seen[0].counts["duplicate_apart"].tolist() == [T - 1] * 3
+
+
+def test_a_role_takes_some_queries() -> None:
+    assert repeating(10).roles()[0].role == "induction"
+    assert repeating(9).roles()[0].role != "induction"  # nine queries tell of it
+    assert repeating(11).roles()[1].role == "duplicate"
+    assert repeating(10).roles()[1].role != "duplicate"
+    before = torch.diag(torch.ones(4, dtype=torch.float64), -1)
+    before[0, 0] = 1
+    assert seen_of(before[None]).roles()[0].role == "previous"
+    assert seen_of(before[None, :4, :4]).roles()[0].role is None
+    assert all(rule.queries >= 5 for rule in ROLES)
+
+
+def word_ids(text: str) -> Tensor:
+    words = text.split()
+    return torch.tensor([[sorted(set(words)).index(word) for word in words]])
+
+
+@pytest.mark.parametrize("offset, role", [(-1, "previous"), (0, "itself"), (1, "next")])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "it was a very very good day for all of us here",
+        "we flew to bo ra bo ra and back to our old house",
+        "no no no no no no no no no no no no no",
+        "a b a b a b a b a b a b a b a b a b a b a b a b",
+        "a b c a b c a b c a b c a b c a b c a b c a b c",
+    ],
+)
+def test_ordinary_texts_that_repeat_a_word(text: str, offset: int, role: str) -> None:
+    """A head that looks at a neighbour is that, though the neighbour be a copy, or stand after one."""
+    ids = word_ids(text)
+    n = ids.shape[1]
+    at = (torch.arange(n) + offset).clamp(0, n - 1)
+    model = Reads(Given(torch.nn.functional.one_hot(at, n).double()[None]))
+    with torch.no_grad(), regard.watch(model) as seen:
+        model(ids)
+    (one,) = seen.roles()
+    assert one.role == role
+    assert not {"induction", "duplicate"} & set(one.also)
+
+
+@pytest.mark.parametrize("first", ["#", '"', "-", "[SEP]"])
+def test_a_sink_is_no_head_of_punctuation(first: str) -> None:
+    """Where the text begins with a mark: by its words, and by classes of token ids."""
+    words = [first, *TOKENS[1:]]
+    weights = torch.stack([onto(0), onto(2, 9), onto(4)])
+    by_words = seen_of(weights).roles(tokens=words)
+    model, ids = Reads(Given(weights)), torch.arange(N)[None]
+    kinds = {"punctuation": [0, 2, 9] if first != "[SEP]" else [2, 9], "separator": [4, 10, *[0] * (first == "[SEP]")]}
+    with torch.no_grad(), regard.watch(model, measures=[*measures.DEFAULT, measures.Tokens(kinds)]) as seen:
+        model(ids)
+    for found in (by_words, seen.roles()):
+        assert [one.role for one in found] == ["first", "punctuation", "separator"]
+        assert not {"punctuation", "separator"} & set(found[0].also)
+        assert found[0].evidence["punctuation"] == pytest.approx(0.0, abs=1e-6)
+    for mine, theirs in zip(by_words, seen.roles(), strict=True):
+        assert (mine.role, mine.also) == (theirs.role, theirs.also)
+        assert mine.evidence == pytest.approx(theirs.evidence, abs=1e-5)
+    a, b, c = (sum(j in own for j in range(N)) / N for own in ((0,), (2, 9), (4, 10)))
+    assert [one.baseline for one in by_words] == pytest.approx([a, b, c], abs=1e-5)
+    assert float(seen[0].per_head("tokens")[0, 0]) == pytest.approx(float(first != "[SEP]"), abs=1e-5)  # as it is
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_one_answer_everywhere(batch: int) -> None:
+    """A record knows its tokens: what it says, the page shows, and what is drawn in a terminal or a figure."""
+    weights = torch.stack([HEADS[name][0] for name in ("separator", "punctuation", "first", "previous")])
+    seen = seen_of(weights, batch=batch)
+    assert [one.role for one in seen.roles()] == [None, None, "first", "previous"]
+    for tokens in ([TOKENS] * batch, TOKENS if batch == 1 else [TOKENS] * batch):
+        seen.tokens = tokens
+        found = seen.roles()
+        assert [one.role for one in found] == ["separator", "punctuation", "first", "previous"]
+        assert found == seen.roles(tokens=tokens)
+        for item in range(batch):
+            assert Scene(seen, item=item)[0].roles == list(found)
+    seen.tokens = TOKENS[:5]  # of another text: they tell nothing of this one
+    assert [one.role for one in seen.roles()] == [None, None, "first", "previous"]
+
+
+def test_tokens_of_source_and_target() -> None:
+    """Of an encoder and a decoder: each layer has those of its own text."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.source, self.target = Given(onto(4)[None]), Given(onto(2, 9)[None])
+            self.cross = made(Hand(by_operator))
+
+        def forward(self, x: Tensor) -> None:
+            self.source(x)
+            self.target(x)
+            self.cross(noise(1, N, W), noise(1, N, W, seed=6))
+
+    model = Both()
+    with torch.no_grad(), regard.watch(model) as seen:
+        model(noise(1, N, W))
+    words = ["a"] * N
+    for pair, right in (((TOKENS, words), ["separator", None]), ((words, TOKENS), [None, "punctuation"])):
+        seen.tokens = pair
+        assert [one.role for one in seen.roles()] == right
+        assert [panel.role(0) for panel in Scene(seen) if panel.layer.kind == "self"] == right
 
 
 @pytest.mark.parametrize("name", ["previous", "next", "itself", "separator", "punctuation", "first", "local"])
@@ -209,6 +324,7 @@ def test_padding_is_not_seen() -> None:
         p = model(**given, output_attentions=True).attentions[0]  # (B, H, N, M)
     rows = [["a"] * 12 + ["[SEP]"], ["[SEP]", *"bcdefg", "[SEP]"]]
     columns = torch.tensor([[t == "[SEP]" for t in [*row, *[""] * (13 - len(row))]] for row in rows])
+    columns[1, 0] = False  # the first token may be looked at for being the first
     on = (p * columns[:, None, None]).sum(-1)  # (B, H, N)
     right = torch.cat([on[0], on[1, :, :8]], 1).mean(1)  # over 13 + 8 queries
     even = (columns[0].sum() + columns[1].sum()) / (13 + 8)

@@ -14,8 +14,13 @@ from torch import Tensor
 
 from regard.draw.labels import Labels
 from regard.errors import bad_type, bad_value
+<<<<<<< HEAD
 from regard.heads import ROLES, Layer, Record, Role
 from regard.heads.roles import roles
+=======
+from regard.heads import Layer, Record, Role
+from regard.heads.roles import first_of_target, roles, tokens_of
+>>>>>>> f562b10 (roles: a least number of queries; nothing is told by neighbours or by the first token; a record's own tokens tell, everywhere alike)
 from regard.heads.table import scalars
 from regard.heads.texts import remeasured
 from regard.measures import Heatmap, Links
@@ -161,8 +166,14 @@ class Scene:
         self.record = record
         given = record.tokens if tokens is None else tokens
         self.panels: list[Panel] = []
+<<<<<<< HEAD
         texts, words = _texts(given, item), _words(given)
         target = _first_of_target(record)
+=======
+        texts = _texts(given, item)
+        target = first_of_target(record)
+        words = tokens_of(record, given)
+>>>>>>> f562b10 (roles: a least number of queries; nothing is told by neighbours or by the first token; a record's own tokens tell, everywhere alike)
         labels: dict[Any, Labels] = {}  # those that were made: layers of one text share them
         inside = _without_padding(record, item, target)
         for number, layer in enumerate(record):
@@ -175,7 +186,11 @@ class Scene:
             rows, cols = inside[number]
             panel = Panel(number, layer, item, rows, cols, *_named(layer, own, ours, rows, cols, special, labels))
             panel.measures = {name: value.float().cpu() for name, value in scalars(layer).items()}
+<<<<<<< HEAD
             panel.roles = _roles(layer, words[-1] if number >= target else words[0])
+=======
+            panel.roles = _roles(layer, words[layer.name])
+>>>>>>> f562b10 (roles: a least number of queries; nothing is told by neighbours or by the first token; a record's own tokens tell, everywhere alike)
             self.panels.append(panel)
 
     def __len__(self) -> int:
@@ -209,6 +224,7 @@ def _texts(tokens: Any, item: int) -> list[list[Any] | None]:
     return [rows]
 
 
+<<<<<<< HEAD
 def _words(tokens: Any) -> list[Any]:
     """The tokens of all texts as strings: one list, or two, of source and target; each a list for each text, where
     there are several."""
@@ -250,6 +266,8 @@ def _tokens(padding: Tensor | None, item: int, count: int) -> range:
     return range(real[0], real[-1] + 1) if real else range(count)
 
 
+=======
+>>>>>>> f562b10 (roles: a least number of queries; nothing is told by neighbours or by the first token; a record's own tokens tell, everywhere alike)
 def _named(
     layer: Layer,
     own: list[Any] | None,
@@ -294,6 +312,7 @@ def _labels(words: list[Any] | None, count: int, special: Sequence[str], what: s
                     )  # fmt: skip
 
 
+<<<<<<< HEAD
 def _roles(layer: Layer, tokens: Any) -> list[Role]:
     """The roles of one layer's heads, as `record.roles()` has them; none where nothing was measured that tells of
     roles. `tokens`: those of the text, or of each text of the batch."""
@@ -317,3 +336,15 @@ def _fit(layer: Layer, tokens: Any) -> bool:
     rows = [tokens] if not isinstance(tokens[0], list) else tokens
     batch, longest = layer.text.shape[0], layer.text.total
     return len(rows) == batch and all(len(row) == longest or (batch > 1 and len(row) < longest) for row in rows)
+=======
+def _roles(layer: Layer, tokens: list[list[str]] | None) -> list[Role]:
+    """The roles of one layer's heads; none where the record cannot tell."""
+    if layer.kind != "self":
+        return []
+    alone = Record()
+    alone.by_name[layer.name] = layer
+    try:
+        return list(roles(alone, tokens=tokens))
+    except ValueError:  # it has measured nothing that tells of roles
+        return []
+>>>>>>> f562b10 (roles: a least number of queries; nothing is told by neighbours or by the first token; a record's own tokens tell, everywhere alike)

@@ -15,8 +15,13 @@ from torch import Tensor
 
 from regard.errors import bad_type, bad_value
 from regard.heads.corpus import SEPARATORS, is_punctuation
+<<<<<<< HEAD
 from regard.heads.table import Shown, Table, scalars
 from regard.measures import Offsets
+=======
+from regard.heads.table import Table, scalars
+from regard.measures import Offsets, Tokens
+>>>>>>> f562b10 (roles: a least number of queries; nothing is told by neighbours or by the first token; a record's own tokens tell, everywhere alike)
 
 if TYPE_CHECKING:
     from regard.heads.record import Layer, Record
@@ -26,18 +31,19 @@ __all__ = ["ROLES", "Role", "Roles", "roles"]
 
 
 class Rule(NamedTuple):
-    """A role: its score, the least that it takes, and where that is from."""
+    """A role: its score, the least that it takes, where that is from, and how many queries it takes."""
 
     name: str
     least: float
     over_baseline: float  # how many times the baseline's score it takes
     source: str
+    queries: int = 5  # how many queries it takes that tell of it; fewer are luck
 
 
 # The first that fits is a head's role: what says most comes first. Scores are means over queries.
 ROLES = (
-    Rule("induction", 0.4, 3.0, "mass on the token after earlier copies (Olsson et al. 2022); threshold ours"),
-    Rule("duplicate", 0.4, 3.0, "mass on earlier copies (Wang et al. 2022); threshold ours"),
+    Rule("induction", 0.4, 3.0, "mass on the token after earlier copies (Olsson et al. 2022); threshold ours", 10),
+    Rule("duplicate", 0.4, 3.0, "mass on earlier copies (Wang et al. 2022); threshold ours", 10),
     Rule("previous", 0.5, 1.5, "over half of the mass on the token before (Clark et al. 2019)"),
     Rule("next", 0.5, 1.5, "over half of the mass on the token after (Clark et al. 2019)"),
     Rule("itself", 0.5, 1.5, "over half of the mass on the token itself; threshold as for previous"),
@@ -109,57 +115,114 @@ def roles(record: Record, tokens: Sequence[str] | Sequence[Sequence[str]] | None
     Args:
         record: what `watch` saw, with the default measures (or entropy, distance, offsets, on_first and received).
         tokens: the text's tokens, in words, or a list of them for each item of the batch: by them separators and
-            punctuation are known. Over many texts measure `measures.Tokens(heads.token_kinds(tokenizer))` instead.
+            punctuation are known. By default `record.tokens`, where they are those of the text. Over many texts measure
+            `measures.Tokens(heads.token_kinds(tokenizer))` instead.
 
-    Induction and duplicate need a text that repeats itself, such as `heads.probes` make.
+    A role takes some queries that tell of it (`Rule.queries`). What could be looked at for another reason tells of
+    nothing: induction and duplicate are told by copies that are neither next to the query nor the text's first token,
+    separators and punctuation by those that are not its first token. Induction and duplicate need a text that repeats
+    itself, such as `heads.probes` make.
     """
+    words = {layer.name: tokens for layer in record} if tokens is not None else tokens_of(record, record.tokens)
     found = Roles()
     found.layers = record.layers
     for layer in record:
         if layer.kind != "self":
             continue
-        scores = _scores(layer, tokens)
+        scores = _scores(layer, words[layer.name])
         for head in range(layer.heads):
-            found.append(_role(layer.name, head, {name: (a[head].item(), b) for name, (a, b) in scores.items()}))
+            own = {name: Score(*(x[head].item() for x in score)) for name, score in scores.items()}
+            found.append(_role(layer.name, head, own))
     return found
 
 
-def _role(layer: str, head: int, scores: dict[str, tuple[float, float]]) -> Role:
+def tokens_of(record: Record, tokens: Any) -> dict[str, list[list[str]] | None]:
+    """The tokens of each layer's text, a list for each item of the batch, by the layer's name; None where `tokens` are
+    not those. `tokens` are as `record.tokens`: a list, a list of lists, or a pair of such, of source and target."""
+    pair = isinstance(tokens, tuple) and len(tokens) == 2 and not any(isinstance(part, str) for part in tokens)
+    sides = list(tokens) if pair else [tokens, tokens]
+    target = first_of_target(record)
+    return {layer.name: _fitting(layer, sides[number >= target]) for number, layer in enumerate(record)}
+
+
+def first_of_target(record: Record) -> int:
+    """The number of a decoder's first layer, which looks across: the self attention before the first cross
+    attention."""
+    kinds = [layer.kind for layer in record]
+    if "cross" not in kinds:
+        return len(kinds)
+    first = kinds.index("cross")
+    return first - 1 if first and kinds[first - 1] == "self" else first
+
+
+def _fitting(layer: Layer, tokens: Any) -> list[list[str]] | None:
+    """Tokens in lists, if they are those of the one text that a layer has seen."""
+    if not isinstance(tokens, (list, tuple)) or not tokens or layer.texts != 1 or not layer.has("received"):
+        return None
+    assert layer.text is not None
+    batch, total = layer.text.shape[0], layer.text.total
+    rows = [list(row) for row in tokens] if isinstance(tokens[0], (list, tuple)) else [list(tokens)]
+    if len(layer.text.pieces) > 1:  # (the last token was written, not read)
+        rows = [row[:-1] if len(row) == total + 1 else row for row in rows]
+    fits = len(rows) == batch and all(len(row) == total or (batch > 1 and len(row) < total) for row in rows)
+    return [[str(token) for token in row] for row in rows] if fits else None
+
+
+class Score(NamedTuple):
+    """What tells of a role: the score, that of equal weights, and how many queries these are means over. Of one head,
+    or of all, (H,) each."""
+
+    score: Any
+    baseline: Any
+    queries: Any
+
+
+def _role(layer: str, head: int, scores: dict[str, Score]) -> Role:
     fitting = [
         rule
         for rule in ROLES
         if rule.name in scores
-        and scores[rule.name][0] > rule.least
-        and scores[rule.name][0] >= rule.over_baseline * scores[rule.name][1]
-        and (scores[rule.name][1] > 0 or rule.least > 0)
+        and scores[rule.name].queries >= rule.queries
+        and scores[rule.name].score > rule.least
+        and scores[rule.name].score >= rule.over_baseline * scores[rule.name].baseline
+        and (scores[rule.name].baseline > 0 or rule.least > 0)
     ]
-    evidence = {name: score for name, (score, _) in scores.items()}
+    evidence = {name: score for name, (score, _, _) in scores.items()}
     if not fitting:
         return Role(layer, head, None, evidence=evidence)
     rule = fitting[0]
-    score, baseline = scores[rule.name]
+    score, baseline, _ = scores[rule.name]
     least = max(rule.least, rule.over_baseline * baseline)
     return Role(layer, head, rule.name, score, baseline, least, [other.name for other in fitting[1:]], evidence)
 
 
-def _scores(layer: Layer, tokens: Any) -> dict[str, tuple[Tensor, float]]:
+def _scores(layer: Layer, tokens: Any) -> dict[str, Score]:
     """For each role: the score of each head (H,), and that of equal weights."""
     uniform = layer.uniform
     if uniform is None:
         raise bad_value("roles", expected="a record with its baseline", received=f"none in {layer.name}")
-    ours, theirs = scalars(layer), scalars(uniform)
+    counts = layer.counts
+    scores: dict[str, Score] = {}
+
+    def add(name: str, ours: Tensor, even: Tensor, queries: Tensor) -> None:
+        scores[name] = Score(ours, even.expand_as(ours), queries)
+
+    ours, theirs = told_by(layer), told_by(uniform)
     renamed = {"on_first": "first", "distance": "long-range", "entropy": "broad"}
-    scores = {renamed.get(name, name): (ours[name], theirs[name][0].item()) for name in ours if name in theirs}
+    for name, score in ours.items():
+        if name in theirs:
+            queries = counts.get(f"{name}_apart", counts.get(name, layer.count))
+            add(renamed.get(name, name), score, theirs[name][:1], queries)
     offsets = next((one for one in layer.measures if isinstance(one, Offsets)), None)
     if offsets is not None and min(offsets.before, offsets.after) >= NEAR:
         near = slice(offsets.before - NEAR, offsets.before + NEAR + 1)
         profile, even = layer.per_head("offsets"), uniform.per_head("offsets")
-        scores["local"] = profile[:, near].sum(1), even[0, near].sum().item()
+        add("local", profile[:, near].sum(1), even[:1, near].sum(1), layer.count)
     if tokens is not None:
         if not layer.has("received"):
             raise bad_value("tokens", expected='a record that has measured "received"', received=", ".join(layer.axes))
         for name, columns in _columns(layer, tokens).items():
-            scores[name] = _on(layer, columns), _on(uniform, columns)[0].item()
+            add(name, _on(layer, columns), _on(uniform, columns)[:1], layer.count)
     scores = {name: score for name, score in scores.items() if any(rule.name == name for rule in ROLES)}
     if not scores:
         raise bad_value("roles", expected="a record with the default measures, or others that tell of roles",
@@ -167,8 +230,23 @@ def _scores(layer: Layer, tokens: Any) -> dict[str, tuple[Tensor, float]]:
     return scores
 
 
+def told_by(layer: Layer) -> dict[str, Tensor]:
+    """The measures of a layer that are one number per head, (H,), without what could be looked at for another reason:
+    of copies those that stand apart, of classes of tokens what is not the text's first."""
+    found = scalars(layer)
+    for name in ("induction", "duplicate"):
+        if name in found:
+            apart = f"{name}_apart"
+            found |= {name: layer.per_head(apart)} if layer.has(apart) else {}
+    if layer.has("tokens_first"):
+        names = next(one.names for one in layer.measures if isinstance(one, Tokens))
+        rest = layer.per_head("tokens") - layer.per_head("tokens_first")
+        found |= dict(zip(names, rest.clamp(min=0).unbind(1), strict=True))
+    return found
+
+
 def _columns(layer: Layer, tokens: Any) -> dict[str, Tensor]:
-    """Which keys (1|B, M) are separators, which are punctuation."""
+    """Which keys (1|B, M) are separators, which are punctuation, but for the first token."""
     if layer.texts > 1:
         raise bad_value("tokens", expected="one text, for they are its own", received=f"{layer.texts} texts",
                         remedy="measures.Tokens(heads.token_kinds(tokenizer)) when watching")  # fmt: skip
@@ -182,9 +260,13 @@ def _columns(layer: Layer, tokens: Any) -> dict[str, Tensor]:
         raise bad_value("tokens", expected=f"{longest} for each of {layer.text.shape[0]} texts",
                         received=f"{[len(row) for row in rows]}")  # fmt: skip
     padded = [_in_slots(row, layer.text, item) for item, row in enumerate(rows)]
+    first = torch.zeros(len(rows), longest, dtype=torch.bool)
+    hidden = layer.text.key_padding
+    for item in range(len(rows)):
+        first[item, 0 if hidden is None else int(hidden[item].int().argmin())] = True
     return {
-        "separator": torch.tensor([[t in SEPARATORS for t in row] for row in padded]),
-        "punctuation": torch.tensor([[is_punctuation(t) for t in row] for row in padded]),
+        "separator": torch.tensor([[t in SEPARATORS for t in row] for row in padded]) & ~first,
+        "punctuation": torch.tensor([[is_punctuation(t) for t in row] for row in padded]) & ~first,
     }
 
 

@@ -572,7 +572,7 @@ def _counted(
     batches: Iterable[list[int]],
     others: Sequence[list[Question]] = (),
 ) -> tuple[list[tuple[str, int]], Halves, Halves]:
-    """The heads of a model; what they answer in each half of the texts; and what to `others`, one list for each text."""
+    """The heads of a model; what they answer in each half of the texts; and what to `others`, a list for each text."""
     heads: list[tuple[str, int]] = []
     tallies, crossed = (Tally(), Tally()), (Tally(), Tally())
     device = next((parameter.device for parameter in model.parameters()), None)
@@ -636,10 +636,10 @@ def syntax(
 
     For each relation and direction the head is chosen on one half of the sentences, drawn by `seed`, and reported on
     the other, beside two baselines chosen and reported alike: the best fixed offset ("the next word"), and the best
-    head of the same model with the entries of each weight matrix shuffled. Each accuracy has an interval of 95 %. A head
-    is syntactic, and has a role, where the low end of it is at least 10 points over the best offset (Voita et al. 2019),
-    and over the shuffled model. Heads other than the best have to have that margin on both halves. `crossed` tells how
-    many roles there were if each sentence were asked about the tree of another.
+    head of the same model with the entries of each weight matrix shuffled. Each accuracy has an interval of 95 %. A
+    head is syntactic, and has a role, where the low end of it is at least 10 points over the best offset (Voita et al.
+    2019), and over the shuffled model. Heads other than the best have to have the margin on both halves. `crossed`
+    tells how many roles there are if each sentence is asked about the tree of another.
 
     Neither special tokens nor the first token, special or not, are candidates: heads of decoders rest there when there
     is nothing to attend to, whatever word it is. What has no other answer is not asked.

@@ -139,7 +139,7 @@ def scalars(layer: Layer) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for one in layer.measures:
         for name, axis in one.gives.items():
-            if axis == "query" and not getattr(one, "names", ()) and layer.has(name):
+            if axis == "query" and not getattr(one, "names", ()) and name not in one.untabled and layer.has(name):
                 found[name] = layer.per_head(name)
         if isinstance(one, Offsets) and layer.has("offsets"):
             profile = layer.per_head("offsets")

@@ -166,10 +166,8 @@ class OnFirst(PerQuery):
     gives = {"on_first": "query"}
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
-        first = strip.plane.first
-        if first is not None:
-            first = first if first.shape[0] == 1 else first[strip.batch]
-            return strip.times((strip.numbers == first[:, None])[:, None])
+        if strip.plane.first is not None:
+            return strip.times(strip.is_first[:, None])
         here = int(strip.numbers[0]) == 0
         return strip.weights[..., 0] if here else torch.zeros_like(strip.mass)
 

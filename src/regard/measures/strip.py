@@ -110,6 +110,14 @@ class Strip:
         """(1|c, m)"""
         return self.of_keys(self.plane.k_positions)
 
+    @functools.cached_property
+    def is_first(self) -> Tensor:
+        """Which of its keys is the text's first token: booleans (1|c, m)."""
+        first = self.plane.first
+        if first is None:
+            return (self.numbers == 0)[None]
+        return self.numbers == (first if first.shape[0] == 1 else first[self.batch])[:, None]
+
     @property
     def without_padding(self) -> Strip:
         """The same where padding queries see nothing: what is summed over queries is summed over this."""
@@ -196,6 +204,7 @@ class Measure:
     needs_out_weight: ClassVar[bool] = False
     needs_logs: ClassVar[bool] = False
     needs_all_heads: ClassVar[bool] = False  # whether a strip must hold all of them
+    untabled: ClassVar[tuple[str, ...]] = ()  # results that roles are told by, and that are no column of a table
 
     def prepare(self, plane: Plane) -> Any:
         """What all strips need, computed once."""
@@ -213,8 +222,8 @@ class Measure:
         """The results by name. `seen` (B, H, N) says which queries see a key, as the measure was shown them."""
         return {next(iter(self.gives)): state}
 
-    def counted(self, plane: Plane, prepared: Any) -> Tensor | None:
-        """Which queries (1|B, N) count in a mean; None for all that see a key."""
+    def counted(self, plane: Plane, prepared: Any) -> Tensor | dict[str, Tensor] | None:
+        """Which queries (1|B, N) count in a mean, for all results or by their names; None for all that see a key."""
         return None
 
     @property

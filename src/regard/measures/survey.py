@@ -164,5 +164,6 @@ class Survey:
             values |= found
             counted = one.counted(self.plane, prepared)
             if counted is not None:
-                counts |= dict.fromkeys(found, self.seen & counted[:, None])
+                by_name = counted if isinstance(counted, dict) else dict.fromkeys(found, counted)
+                counts |= {name: self.seen & which[:, None] for name, which in by_name.items()}
         return Measurements(values, self.seen, counts)

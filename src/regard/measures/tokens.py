@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from regard.errors import bad_type, bad_value, shape_of
-from regard.measures.strip import NO_TOKEN, Measure, PerQuery, Plane, Strip
+from regard.measures.strip import NO_TOKEN, Measure, Plane, Strip
 
 __all__ = ["Duplicate", "Induction", "Tokens"]
 
 
 class Tokens(Measure):
-    """The mass on classes of tokens: (B, H, N, K) for K classes, in the order of `kinds`.
+    """The mass on classes of tokens: (B, H, N, K) for K classes, in the order of `kinds`; and in `tokens_first` the
+    part of it that is on the text's first token, which may be looked at for being the first.
 
     `kinds` maps a name to token ids (a list of integers: the keys whose id is one of them), to a boolean mask of keys
     (M,) or (B, M), or to "same": the keys with the query's own token, wherever they are.
@@ -28,7 +29,7 @@ class Tokens(Measure):
     ('separator', 'same')
     """
 
-    gives = {"tokens": "query"}
+    gives = {"tokens": "query", "tokens_first": "query"}
 
     def __init__(self, kinds: Mapping[str, Sequence[int] | Tensor | str]) -> None:
         if not isinstance(kinds, Mapping) or not kinds:
@@ -74,21 +75,31 @@ class Tokens(Measure):
         items = max(row.shape[0] for row in rows)
         return torch.stack([row.expand(items, -1) for row in rows], 1)
 
-    def begin(self, plane: Plane) -> Tensor:
-        return plane.new(plane.queries, len(self.kinds))
+    def begin(self, plane: Plane) -> tuple[Tensor, Tensor]:
+        return plane.new(plane.queries, len(self.kinds)), plane.new(plane.queries, len(self.kinds))
 
-    def add(self, state: Tensor, strip: Strip, prepared: Tensor) -> None:
-        masses = strip.times(strip.of_keys(prepared).mT[:, None])  # (c, h, n, K)
+    def add(self, state: tuple[Tensor, Tensor], strip: Strip, prepared: Tensor) -> None:
+        members, first = strip.of_keys(prepared), strip.is_first  # (1|c, K, m), (1|c, m)
+        masses = strip.times(members.mT[:, None])  # (c, h, n, K)
+        on_first = strip.times((members & first[:, None]).mT[:, None])
         for number, which in enumerate(self.kinds.values()):
             if which is None:
                 ids, key_ids = strip.of_queries(_ids(strip.plane, self)), strip.of_keys(_key_ids(strip.plane, self))
-                masses[..., number] = strip.where_true(ids[:, :, None] == key_ids[:, None, :])
-        state[strip.where] = masses
+                same = ids[:, :, None] == key_ids[:, None, :]
+                masses[..., number] = strip.where_true(same)
+                on_first[..., number] = strip.where_true(same & first[:, None])
+        state[0][strip.where], state[1][strip.where] = masses, on_first
+
+    def end(self, state: tuple[Tensor, Tensor], seen: Tensor) -> dict[str, Tensor]:
+        return {"tokens": state[0], "tokens_first": state[1]}
 
 
-class _Copies(PerQuery):
+class _Copies(Measure):
     """The mass on what stands `after` tokens (0 or 1) after the earlier copies of the query's token. Queries whose
-    token has no earlier copy have 0 and do not count."""
+    token has no earlier copy have 0 and do not count.
+
+    The second result leaves out what could be looked at for another reason: the text's first token, and what stands
+    right before the query, at it or right after it. Queries that have nothing else to look at do not count in it."""
 
     needs_ids: ClassVar[bool] = True
     after: ClassVar[int]
@@ -108,40 +119,59 @@ class _Copies(PerQuery):
             return ids, _token_before(plane.text_ids)[:, plane.numbers], positions - self.after
         return ids, _token_before(key_ids), torch.nn.functional.pad(positions, (1, 0))[:, : plane.keys]
 
-    def of(self, strip: Strip, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def begin(self, plane: Plane) -> tuple[Tensor, Tensor]:
+        return plane.new(plane.queries), plane.new(plane.queries)
+
+    def add(self, state: tuple[Tensor, Tensor], strip: Strip, prepared: tuple[Tensor, Tensor, Tensor]) -> None:
         ids, copies, positions = prepared
         same = strip.of_queries(ids)[:, :, None] == strip.of_keys(copies)[:, None, :]
-        earlier = strip.of_keys(positions)[:, None, :] < strip.q_positions[:, :, None]
-        return strip.where_true(same & earlier)
+        pairs = same & (strip.of_keys(positions)[:, None, :] < strip.q_positions[:, :, None])
+        state[0][strip.where] = strip.where_true(pairs)
+        ahead = strip.k_positions[:, None, :] - strip.q_positions[:, :, None]
+        state[1][strip.where] = strip.where_true(pairs & (ahead.abs() > 1) & ~strip.is_first[:, None])
 
-    def counted(self, plane: Plane, prepared: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """A token counts if the first of its kind stands before it."""
-        ids, key_ids, k_positions = prepared[0], _key_ids(plane, self), plane.k_positions
+    def end(self, state: tuple[Tensor, Tensor], seen: Tensor) -> dict[str, Tensor]:
+        return dict(zip(self.gives, state, strict=True))
+
+    def counted(self, plane: Plane, prepared: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+        """A token counts if the first of its kind stands before it: far enough, in the second result."""
+        key_ids, k_positions, number = _key_ids(plane, self), plane.k_positions, plane.numbers
         if plane.text_ids is not None:
             key_ids = plane.text_ids
-            k_positions = torch.arange(key_ids.shape[1], device=key_ids.device)[None]
+            k_positions = number = torch.arange(key_ids.shape[1], device=key_ids.device)[None]
+        first = self._first_copies(plane, prepared[0], key_ids, k_positions)
+        if not self.after:  # the text's first token is a copy, but one that is looked at for another reason
+            number = torch.arange(key_ids.shape[1], device=key_ids.device) if number is None else number
+            start = torch.zeros(1, 1, device=key_ids.device) if plane.first is None else plane.first[:, None]
+            key_ids = torch.where(number == start, NO_TOKEN, key_ids)
+        apart = self._first_copies(plane, prepared[0], key_ids, k_positions)
+        one, two = self.gives
+        return {one: first < plane.q_positions, two: apart < plane.q_positions - 1 - self.after}
+
+    def _first_copies(self, plane: Plane, ids: Tensor, key_ids: Tensor, k_positions: Tensor) -> Tensor:
+        """Where the first token of each query's kind stands, (1|B, N); beyond all where there is none."""
         items = max(x.shape[0] for x in (ids, key_ids, plane.q_positions, k_positions))
-        ids, key_ids, q_positions, k_positions = (
-            x.expand(items, -1) for x in (ids, key_ids, plane.q_positions, k_positions)
-        )
+        ids, key_ids, k_positions = (x.expand(items, -1) for x in (ids, key_ids, k_positions))
         kinds, number = torch.unique(torch.cat([ids, key_ids], 1), return_inverse=True)
         first = k_positions.new_full((items, kinds.numel()), torch.iinfo(torch.int64).max)
         first.scatter_reduce_(1, number[:, ids.shape[1] :], k_positions, "amin")
-        return first.gather(1, number[:, : ids.shape[1]]) < q_positions
+        return first.gather(1, number[:, : ids.shape[1]])
 
 
 class Induction(_Copies):
     """The mass on the token after each earlier copy of the query's token: sum of P_i,j+1 over j < i with the same token
     (prefix matching, Olsson et al. 2022)."""
 
-    gives = {"induction": "query"}
+    gives = {"induction": "query", "induction_apart": "query"}
+    untabled = ("induction_apart",)
     after = 1
 
 
 class Duplicate(_Copies):
     """The mass on earlier copies of the query's token: sum of P_ij over j < i, same token (Wang et al. 2022)."""
 
-    gives = {"duplicate": "query"}
+    gives = {"duplicate": "query", "duplicate_apart": "query"}
+    untabled = ("duplicate_apart",)
     after = 0
 
 

@@ -65,7 +65,7 @@ class Offset(PerQuery):
     def of(self, strip: Strip, prepared: Any) -> Tensor:
         # Counted from the strip's own first position: small numbers keep the digits.
         origin = strip.q_positions[:, :1]
-        mean = strip.times((strip.k_positions - origin)[:, None]) / strip.mass.clamp(min=_TINY)
+        mean = strip.times((strip.k_positions - origin)[:, None]) / strip.mass.masked_fill(strip.mass == 0, 1.0)
         return (mean - (strip.q_positions - origin)[:, None]).masked_fill(strip.mass == 0, 0.0)
 
 
@@ -85,7 +85,7 @@ class Distance(PerQuery):
         linear = strip.times(torch.stack([sign * keys, sign], -1)[:, None])  # (c, h, n, 2)
         total = linear[..., 0] - (strip.q_positions - origin)[:, None] * linear[..., 1]
         total = total + (strip.weights[..., columns] * ahead.abs()).sum(-1)
-        return total / strip.mass.clamp(min=_TINY)
+        return total / strip.mass.masked_fill(strip.mass == 0, 1.0)
 
 
 class Offsets(Measure):
@@ -170,6 +170,3 @@ class OnFirst(PerQuery):
             return strip.times(strip.is_first[:, None])
         here = int(strip.numbers[0]) == 0
         return strip.weights[..., 0] if here else torch.zeros_like(strip.mass)
-
-
-_TINY = torch.finfo(torch.float32).tiny

@@ -19,6 +19,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from regard import kernels
 from regard.errors import bad_type, bad_value, refuse_trace, shape_of, unknown_argument
 from regard.kernels import Call, blockwise, native, reference
+from regard.kernels.call import accumulation_dtype
 from regard.kernels.dropout import Dropout, new_seed
 from regard.kernels.tracing import traced
 from regard.masks import FARTHEST, And, Mask, Padding, as_mask, conjuncts
@@ -382,8 +383,16 @@ def prepare(
         if number is not None and type(number) is not float:
             _check_number(what, number)
     factor = (q.shape[3] ** -0.5 if q.shape[3] else 1.0) if scale is None else float(scale)
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise bad_value("softcap", expected="a positive number, or None for no cap", received=softcap)
+    limits = torch.finfo(accumulation_dtype(q.dtype))
+    if not abs(factor) <= limits.max / 2:
+        raise bad_value("scale", expected=f"a number of at most {limits.max / 2:.3g}", received=scale)
+    if softcap is not None:
+        if not 0 < softcap < math.inf:
+            raise bad_value("softcap", expected="a positive number, or None for no cap", received=softcap)
+        # Beyond these scores / softcap would be subnormal, or overflow. A larger cap leaves scores as they are, a
+        # smaller one makes all of them equal, as this one does.
+        reach = 2.0**100 if limits.bits == 32 else 2.0**900
+        softcap = None if softcap > reach else max(float(softcap), 1 / reach)
     if sinks is not None:
         if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
             received = f"dtype {sinks.dtype}" if isinstance(sinks, Tensor) else type(sinks).__name__
@@ -405,7 +414,7 @@ def prepare(
         v,
         factor,
         q_start,
-        None if softcap is None else float(softcap),
+        softcap,
         mask,
         biases,
         positions,

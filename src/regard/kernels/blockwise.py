@@ -25,6 +25,7 @@ from torch import Tensor
 
 from regard.kernels import operators
 from regard.kernels.call import Call
+from regard.kernels.reference import weigh_visible
 from regard.kernels.tracing import traced
 from regard.measures import Strip, Survey
 from regard.positions import Bias, DenseBias
@@ -149,9 +150,7 @@ class _Chunk:
         for bias in call.biases:
             view.add_(self.bias(bias, strip), alpha=LOG2_E)
         for part, cols in strip.partly:
-            assert call.mask is not None
-            visible = call.mask.block(call.tile(self.batch, strip.rows, cols))
-            visible = visible[:, self.heads] if visible.shape[1] > 1 else visible
+            visible = self.block(strip, cols)
             if self.careful:
                 view[..., part].masked_fill_(~visible, float("-inf"))
                 if capped is not None:
@@ -216,13 +215,24 @@ class _Chunk:
         )
 
     def weigh(self, p: Tensor, strip: _Strip) -> Tensor:
-        """p v, (c * g, R * n, E). What has no weight does not count, not even a NaN."""
+        """p v, (c * g, R * n, E). What is hidden does not count, not even a NaN."""
         values = _select(self.values, strip.runs)
-        if not self.careful:
-            return torch.bmm(p, values)
-        broken = ~values.isfinite()
-        reached = torch.bmm((p != 0).to(p.dtype), broken.to(p.dtype)) > 0
-        return torch.bmm(p, values.masked_fill(broken, 0.0)).masked_fill_(reached, float("nan"))
+        return weigh_visible(p, values, self.visible(strip), torch.bmm) if self.careful else torch.bmm(p, values)
+
+    def visible(self, strip: _Strip) -> Tensor:
+        """Which pairs of the strip are, (c * g, R * n, m)."""
+        items, rows = self.batch.stop - self.batch.start, strip.rows.stop - strip.rows.start
+        shape = (items, self.heads.stop - self.heads.start, rows, strip.width)
+        visible = torch.ones(shape, dtype=torch.bool, device=self.keys.device)
+        for part, cols in strip.partly:
+            visible[..., part] = self.block(strip, cols)
+        return self.by_group(visible)
+
+    def block(self, strip: _Strip, cols: slice) -> Tensor:
+        """The mask's block of the strip's rows and some keys, of the chunk's heads."""
+        assert self.call.mask is not None
+        visible = self.call.mask.block(self.call.tile(self.batch, strip.rows, cols))
+        return visible[:, self.heads] if visible.shape[1] > 1 else visible
 
 
 def _forward(
@@ -307,6 +317,8 @@ def _backward(
             values, keys = _select(chunk.values, strip.runs), _select(chunk.keys, strip.runs)
             if chunk.careful:
                 values, keys = (x.masked_fill(~x.isfinite(), 0.0) for x in (values, keys))
+                hidden = ~chunk.visible(strip)
+                p.masked_fill_(hidden, 0.0)
             ds = torch.bmm(g, values.mT)
             if call.dropout is not None:
                 dropped = chunk.kept(strip).mul_(p)
@@ -314,6 +326,8 @@ def _backward(
             else:
                 dropped = p
                 ds.sub_(delta).mul_(p)
+            if chunk.careful:
+                ds.masked_fill_(hidden, 0.0)
             if dv_sum is not None:
                 _add_product(dv_sum, strip.runs, dropped, g, 1.0)
             for bias, into in zip(biases, d_biases, strict=True):

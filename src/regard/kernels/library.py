@@ -47,7 +47,7 @@ GRADIENTS = struct.Struct(
 )
 
 _STATUS = {
-    1: "the library was built from another version of its source",
+    1: "the library was built from another version of its source; remedy: install regard again",
     2: "a size is out of range",
     3: "the CPU lacks the instructions asked for",
 }
@@ -76,9 +76,7 @@ class Library(NamedTuple):
         if status == 4:
             raise MemoryError("native kernel: no memory for its working space")
         if status:
-            raise RuntimeError(
-                f"native kernel: {_STATUS.get(status, f'status {status}')}; remedy: install regard again"
-            )
+            raise RuntimeError(f"native kernel: {_STATUS.get(status, f'status {status}')}")
 
 
 def _named_instruction_set() -> int:

@@ -47,6 +47,7 @@ __all__ = ["backward", "forward", "look", "name", "output", "why_not"]
 name = "native"
 
 WIDEST = 256  # numbers of a head
+MOST = (2**31 - 1) // 2  # queries, and keys
 FEW_QUERIES = 16  # up to so many it is memory that counts, and not products
 
 
@@ -65,6 +66,8 @@ def why_not(call: Call) -> str | None:
         return "what is exported must not need this library"
     if call.q.numel() == 0 or call.v.numel() == 0:
         return "a size is zero"
+    if max(call.shape[2:]) > MOST:
+        return f"there are more than {MOST} queries or keys, which it counts in 32 bits"
     if call.q.shape[3] > WIDEST or call.v.shape[3] > WIDEST:
         return f"heads are wider than {WIDEST}"
     if (call.mask is not None or call.biases) and pairs_to_evaluate(call) > DENSE_LIMIT:

@@ -5,6 +5,7 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -60,7 +61,10 @@ def weights(call: Call) -> tuple[Tensor, Tensor]:
     s = s.masked_fill(empty, 0.0)
     lse = s.logsumexp(-1).masked_fill(empty.squeeze(-1), float("-inf"))
     p = s.softmax(-1).masked_fill(empty, 0.0)
-    return (p[..., :-1] if call.sinks is not None else p), lse
+    p = p[..., :-1] if call.sinks is not None else p
+    if call.mask is not None:  # (0 already, but for rows that a NaN reached)
+        p = p.masked_fill(~call.mask.block(call.whole()), 0.0)
+    return p, lse
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -111,15 +115,21 @@ def _values(call: Call, p: Tensor) -> Tensor:
         n, m = call.shape[2:]
         p = p * call.dropout.block(slice(None), slice(None), slice(0, n), slice(0, m), p.dtype) * call.dropout.kept
     v = call.v.to(p.dtype)
-    return (_by_group(p, v) if call.mask is None else _weigh(p, v)).to(call.q.dtype)
+    if call.mask is None:
+        return _by_group(p, v).to(call.q.dtype)
+    return weigh_visible(p, v, call.mask.block(call.whole()), _by_group).to(call.q.dtype)
 
 
-def _weigh(p: Tensor, v: Tensor) -> Tensor:
-    """p v, where what has no weight does not count, not even a NaN: 0 * NaN would reach every row."""
+def weigh_visible(p: Tensor, v: Tensor, visible: Tensor, product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """p v over the visible pairs alone. A hidden value that is NaN or inf does not count, where 0 * NaN would reach
+    every row; a visible one does, as it would without a mask: p inf is inf or, where p has come to 0, NaN."""
     broken = ~v.isfinite()
-    out = _by_group(p, v.masked_fill(broken, 0.0))
-    reached = _by_group((p != 0).to(p.dtype), broken.to(p.dtype)) > 0
-    return out.masked_fill(reached, float("nan"))
+    out = product(p, v.masked_fill(broken, 0.0))
+    reached = product(visible.expand(p.shape).to(p.dtype), broken.to(p.dtype))  # how many there are
+    signs = product((p > 0).to(p.dtype), (v == float("inf")).to(p.dtype) - (v == float("-inf")).to(p.dtype))
+    odd = torch.full_like(out, float("nan")).masked_fill(signs == reached, float("inf"))
+    odd = odd.masked_fill(signs == -reached, float("-inf")).masked_fill(reached == 0, 0.0)
+    return out + odd.detach() * p.sum(-1, keepdim=True)  # by way of p, so that a gradient of NaN says it, too
 
 
 def _meet(q: Tensor, k: Tensor) -> Tensor:

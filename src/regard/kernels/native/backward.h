@@ -38,6 +38,7 @@ struct Queries {
     const float *q_rows, *d_out_rows;
     alignas(64) float lse[LANES], delta[LANES];
     alignas(64) int32_t drop_row[LANES];
+    bool odd;  // a row's output or log-sum-exp is NaN or inf
 };
 
 // What one thread works with: a team of blocks, and what serves one span of one of them at a time.
@@ -145,6 +146,7 @@ inline double open(const regard_args &a, const regard_gradients &g, const Block 
     const float *lse = rows_at(a.lse, a.lse_stride), *d_lse = g.d_lse ? rows_at(g.d_lse, g.d_lse_stride) : nullptr;
     const float sink = a.sinks ? a.sinks[block.item * a.sinks_stride[0] + block.head * a.sinks_stride[1]] : 0.0f;
     double d_sink = 0.0;
+    to.odd = false;
     for (int i = 0; i < block.lanes; i++) {
         to.lse[i] = i < block.rows ? lse[i * a.lse_stride[2]] : -__builtin_inff();
         if (to.lse[i] == -__builtin_inff()) {  // no row, or one that sees nothing: all its weights are 0
@@ -152,6 +154,7 @@ inline double open(const regard_args &a, const regard_gradients &g, const Block 
             to.delta[i] = 0.0f;
             continue;
         }
+        to.odd |= !std::isfinite(to.lse[i]) || !std::isfinite(to.delta[i]);
         if (d_lse) to.delta[i] -= d_lse[i * g.d_lse_stride[2]];
         if (a.sinks) d_sink -= (double)std::exp(sink - to.lse[i]) * to.delta[i];
     }
@@ -252,6 +255,10 @@ inline void advance(const regard_args &a, const regard_gradients &g, const Unit 
         }
         scores<false, false>(v, a.value_width, keys, of.d_out, a.value_width, first, last, ds, nullptr, nullptr, 0);
         weigh(a, of, span, transformed ? 1.0f : a.scale, p, ds);
+        if (span.masked && of.odd) {  // 0 * NaN
+            plan.hide(span, p, 0.0f);
+            plan.hide(span, ds, 0.0f);
+        }
         if (g.d_v)
             weigh_rows(p + first, keys, queries, of.d_out_rows + first * padded_v, padded_v, unit.dv + span.first * padded_v);
         if (bias.wanted) bias.add(block, unit.number, span, ds);

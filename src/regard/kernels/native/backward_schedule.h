@@ -123,6 +123,7 @@ class Backward {
             }
             // Once begun a unit does not fail: another one may be waiting for its turn.
             for (int64_t i; ready && (i = next.fetch_add(1, std::memory_order_relaxed)) < kv_heads * parts;) run_unit(i);
+            bench.scratch.keep(KEPT);
             if (parts > 1) {
                 constexpr int64_t ROWS = 64;
                 const int64_t runs = (a.keys + ROWS - 1) / ROWS;

@@ -311,14 +311,21 @@ class Reading {
         }
     }
 
-    // The same as `add` where v may hold NaN or inf: what has no weight does not count, and what has gives NaN.
+    // Whether a query sees a key.
+    bool sees(int64_t n, int64_t key) const {
+        if (key < low[n] || key >= high[n]) return false;
+        const int64_t row = n % a.queries, *stride = a.mask_stride;
+        if (a.q_docs && a.q_docs[item * a.q_docs_stride + row] != a.k_docs[item * a.k_docs_stride + key]) return false;
+        return !a.mask || a.mask[item * stride[0] + head_of(n) * stride[1] + row * stride[2] + key * stride[3]];
+    }
+
+    // The same as `add` where v may hold NaN or inf: of visible pairs alone, for 0 * NaN of a hidden one must not count.
     void add_carefully(int64_t first, int64_t keys) {
         for (int64_t n = 0; n < count; n++) {
             for (int64_t e = 0; e < a.value_width; e++) {
                 float sum = o[n * o_row + e] * shrink[n];
                 for (int64_t j = 0; j < keys; j++) {
-                    const float weight = s[n * RUN + j], x = widened(v[(first + j) * a.v_stride[2] + e]);
-                    if (weight != 0.0f) sum += std::isfinite(x) ? weight * x : __builtin_nanf("");
+                    if (sees(n, first + j)) sum += s[n * RUN + j] * widened(v[(first + j) * a.v_stride[2] + e]);
                 }
                 o[n * o_row + e] = sum;
             }
@@ -352,8 +359,8 @@ void join(const Pieces &pieces, int64_t head, int64_t n) {
     }
     alignas(64) float sum[256 + W] = {};
     for (int64_t p = head * pieces.count; p < (head + 1) * pieces.count; p++) {
-        if (pieces.sums(p)[n] == 0.0f) continue;
-        const double part = std::exp2((pieces.maxima(p)[n] - base) * factor);
+        // (A piece without weight adds 0, or the NaN of a value.)
+        const double part = pieces.sums(p)[n] == 0.0f ? 0.0 : std::exp2((pieces.maxima(p)[n] - base) * factor);
         total += pieces.sums(p)[n] * part;
         const float *from = pieces.output(p) + n * pieces.row;
         for (int64_t e = 0; e < pieces.row; e += W) store(sum + e, load(sum + e) + load(from + e) * (float)part);

@@ -10,6 +10,8 @@
 
 namespace REGARD_NAMESPACE {
 
+constexpr size_t KEPT = 8 << 20;  // bytes of each scratch memory, from call to call: faster than new memory each time
+
 // Memory that a thread keeps from call to call, cut up anew for each.
 class Scratch {
     char *memory = nullptr;
@@ -58,8 +60,15 @@ struct Desk {
     std::vector<float> near;  // weights by offset, the largest first
     float exponent = LOG2_E;  // what scores are multiplied by in the exponent, base 2
     alignas(64) int32_t drop_row[LANES];
-    alignas(64) float factor[LANES];  // of the weights: 1 / total
+    alignas(64) float factor[LANES];  // of the weights: 1 / total; subnormal where a sink outweighs all keys by far
     alignas(64) float log[LANES];     // ln of total: minus ln of factor
+
+    // Gives back what only a long text needs: a strip of 1,000,000 keys is 256 MB.
+    void keep(size_t bytes) {
+        scratch.keep(bytes);
+        if (seen.capacity() * sizeof(Seen) > bytes) std::vector<Seen>().swap(seen);
+        if (near.capacity() * sizeof(float) > bytes) std::vector<float>().swap(near);
+    }
 
     void lay(const regard_args &a, bool looking, size_t more) {
         const size_t block = KEYS * LANES, strip = looking ? (size_t)a.keys * LANES : 0;
@@ -124,9 +133,10 @@ inline void values_of(const Pair *v, int64_t stride, const float *p, const Span 
     values(v, stride, desk.rounded, (keys + 1) / 2, width, span.lane, span.lanes_end, desk.rows.shrink, desk.o);
 }
 
-// The same where v may hold NaN or inf: what has no weight does not count, and what has gives NaN.
+// The same where v may hold NaN or inf: of visible pairs alone, for 0 * NaN of a hidden one must not count. (That of a
+// visible one does, whatever its weight: as without a mask.)
 template <class T>
-void values_carefully(const T *v, int64_t stride, const float *p, const Span &span, int64_t width, Desk &desk) {
+void values_carefully(const T *v, int64_t stride, const float *p, const Plan &plan, const Span &span, int64_t width, Desk &desk) {
     const int64_t keys = span.last - span.first;
     for (int64_t j = 0; j < keys; j++) {
         for (int64_t e = 0; e < width; e++) {
@@ -137,9 +147,10 @@ void values_carefully(const T *v, int64_t stride, const float *p, const Span &sp
     values(desk.values, width, p, keys, width, span.lane, span.lanes_end, desk.rows.shrink, desk.o);
     for (int64_t j = 0; j < keys; j++) {
         for (int64_t e = 0; e < width; e++) {
-            if (std::isfinite(value_at(v, stride, j, e))) continue;
+            const float x = value_at(v, stride, j, e);
+            if (std::isfinite(x)) continue;
             for (int i = span.lane; i < span.lanes_end; i++)
-                if (p[j * LANES + i] != 0.0f) desk.o[e * LANES + i] = __builtin_nanf("");
+                if (plan.sees(span, i, span.first + j)) desk.o[e * LANES + i] += p[j * LANES + i] * x;
         }
     }
 }
@@ -232,7 +243,7 @@ void advance(const regard_args &a, const Block &block, Desk &desk, bool careful,
             p = desk.kept;
         }
         const T *value = v + span.first / TOGETHER * a.v_stride[2];
-        careful ? values_carefully(value, a.v_stride[2], p, span, a.value_width, desk)
+        careful ? values_carefully(value, a.v_stride[2], p, plan, span, a.value_width, desk)
                 : values_of(value, a.v_stride[2], p, span, a.value_width, desk);
     });
 }
@@ -258,6 +269,7 @@ inline RowEnd end_of_row(const regard_args &a, int64_t item, int64_t head, doubl
 }
 
 inline void conclude(const regard_args &a, const Block &block, Desk &desk) {
+    const AllowSubnormals allow;
     const Rows &rows = desk.rows;
     const double to_e = natural_of(a);
     float *lse = a.lse ? a.lse + block.item * a.lse_stride[0] + block.head * a.lse_stride[1] : nullptr;

@@ -5,16 +5,21 @@
 
 namespace REGARD_NAMESPACE {
 
-constexpr size_t KEPT = 32 << 20;  // bytes of copies, from call to call: faster than new memory each time
+// The calling thread's scratch memory: what is more than the limit goes, also where there was not enough.
+struct KeepLittle {
+    ~KeepLittle() {
+        packed.keep(4 * KEPT);  // keys and values of all heads
+        part_sums.keep(KEPT);
+    }
+};
 
 void attention(const regard_args &a) {
+    const KeepLittle after;
     if (few(a) && !looks(a)) return with_dtype(a.dtype, [&](auto number) { decode<decltype(number)>(a, packed); });
     prepare(a, [](const regard_args &b, auto number) {
         const Work work(b);
         looks(b) ? looking<decltype(number)>(work) : plain<decltype(number)>(work);
     });
-    packed.keep(KEPT);
-    part_sums.keep(KEPT);
 }
 
 void backward(const regard_args &a, const regard_gradients &g) { Backward(a, g).run(); }

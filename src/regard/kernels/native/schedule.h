@@ -37,6 +37,9 @@ struct Work {
 constexpr int TEAM = 4;
 constexpr int64_t STRIPS = 4 << 20;  // bytes of strips that a thread keeps
 thread_local Desk team[TEAM];
+inline void keep_desks() {
+    for (Desk &desk : team) desk.keep(KEPT);
+}
 thread_local Scratch packed, part_sums;  // the calling thread's
 
 // Keys or values as the blocks of queries want them, copied once for all of them: side by side where their rows lie apart,
@@ -105,6 +108,7 @@ void plain(const Work &work) {
         } catch (const std::bad_alloc &) {
             failed = true;
         }
+        keep_desks();
     }
     if (failed) throw std::bad_alloc();
 }
@@ -157,6 +161,7 @@ void looking(const Work &work) {
         } catch (const std::bad_alloc &) {
             failed = true;
         }
+        keep_desks();
 #pragma omp barrier
 #pragma omp for schedule(static)
         for (int64_t head = 0; head < heads; head++) {

@@ -200,4 +200,20 @@ class FlushSubnormals {
     FlushSubnormals(const FlushSubnormals &) = delete;
 };
 
+// Within the scope of the former: where a subnormal number must be told from 0.
+class AllowSubnormals {
+#if defined(__SSE2__)
+    unsigned before = _mm_getcsr();
+
+  public:
+    AllowSubnormals() { _mm_setcsr(before & ~0x8040u); }
+    ~AllowSubnormals() { _mm_setcsr(before); }
+#else
+  public:
+    AllowSubnormals() {}
+    ~AllowSubnormals() {}
+#endif
+    AllowSubnormals(const AllowSubnormals &) = delete;
+};
+
 }  // namespace

@@ -105,6 +105,12 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
         moments.ahead[i] = moments.apart[i] = moments.mass[i] = 0.0;
         moments.position[i] = (float)i;
     }
+    // Moments are quotients: where a sink leaves the keys next to nothing, a little more is as good and no subnormal.
+    alignas(64) float shown[LANES];
+    {
+        const AllowSubnormals allow;
+        for (int i = 0; i < LANES; i++) shown[i] = desk.factor[i] == 0.0f ? 0.0f : std::max(desk.factor[i], 0x1p-100f);
+    }
     alignas(64) float on_first[LANES] = {};
     if (part.offsets) desk.near.assign(a.offsets_before + 1 + a.offsets_after, 0.0f);
     int64_t cell_begin = 0, cell_end = 0;  // the cells of the heatmap that this block touches
@@ -115,7 +121,7 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
         for (int lane = 0; lane < LANES; lane += W) {
             // (Bases only rise; but that of a row which had seen nothing is 0, and its weights are 0.)
             const F fall = (load(seen.base + lane) - load(rows.base + lane)) * desk.exponent;
-            store(factor + lane, exp2(choose(fall > 0.0f, F{}, fall)) * load(desk.factor + lane));
+            store(factor + lane, exp2(choose(fall > 0.0f, F{}, fall)) * load(shown + lane));
         }
         for (int i = block.rows; i < LANES; i++) factor[i] = 0.0f;
         const float *p = seen.weights;
@@ -190,6 +196,7 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
         }
     }
     const int64_t at = (block.item * a.heads + block.head) * a.queries + block.row;
+    const AllowSubnormals allow;
     for (int i = 0; i < block.rows; i++) {
         // `factor` holds the sink's part of the denominator, too: mass is below 1 then.
         const double mass = (double)rows.total[i] * desk.factor[i];

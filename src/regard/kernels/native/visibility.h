@@ -104,9 +104,17 @@ class Plan {
         }
     }
 
-    // -inf for each hidden pair of the span.
-    void hide(const Span &span, float *s) const {
-        const F nothing = broadcast(-__builtin_inff());
+    // Whether a pair of the span of the moment is visible.
+    bool sees(const Span &span, int lane, int64_t key) const {
+        if (!span.masked) return true;
+        if (key < low[lane] || key >= high[lane]) return false;
+        if (a.q_docs && docs[lane] != a.k_docs[block.item * a.k_docs_stride + key]) return false;
+        return !dense || (pairs[key - span.first] >> lane & 1);
+    }
+
+    // `value` for each hidden pair of the span: -inf for scores, 0 for weights.
+    void hide(const Span &span, float *s, float value = -__builtin_inff()) const {
+        const F nothing = broadcast(value);
         for (int lane = span.lane; lane < span.lanes_end; lane += W) {
             const I from = load(low + lane), to = load(high + lane);
             const I doc = a.q_docs ? load(docs + lane) : I{};

@@ -501,6 +501,14 @@ def test_wrong_parts_are_refused(build: Callable[[], Mask], error: type[Exceptio
         build()
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32, torch.bfloat16])
+def test_a_number_as_a_mask_names_the_three_ways_out(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match="mask: expected a boolean tensor") as caught:
+        as_mask(torch.ones(3, 5, dtype=dtype))
+    for way in ("masks.Keep(t != 0)", "masks.Hide(t)", "bias=t", str(dtype)):
+        assert way in str(caught.value)
+
+
 B, H, N, M = 2, 3, 5, 7
 
 
@@ -509,7 +517,7 @@ B, H, N, M = 2, 3, 5, 7
     [
         (
             Keep(torch.ones(B, M).bool()),
-            r"received \(1, 1, 2, 7\); remedy: masks.Padding\(keep=t\) is for a \(B, M\) mask of real tokens",
+            r"received \(1, 1, 2, 7\); remedy: a \(B, M\) mask of real .* is masks.Padd",
         ),
         (Keep(torch.ones(H, N, M).bool()), r"received \(3, 1, 5, 7\); remedy: a mask per head is \(1, H, N, M\)"),
         (Keep(torch.ones(M, N).bool()), r"broadcasts to \(B, H, N, M\) = \(2, 3, 5, 7\), received \(1, 1, 7, 5\)"),

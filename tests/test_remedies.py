@@ -73,7 +73,7 @@ def test_the_remedy_for_a_mask_works(name: str) -> None:
     torch.testing.assert_close(attend(Q, K, V, **options), expected, **TIGHT)
 
 
-@pytest.mark.parametrize("name", [name for name in MASKS if "-inf" in name or "integers" in name])
+@pytest.mark.parametrize("name", [name for name in MASKS if "-inf" in name or "tokenizers" in name])
 def test_no_remedy_is_the_inverse_of_what_was_meant(name: str) -> None:
     """Nor does it lead in a circle: what it names first is what such a mask usually means."""
     given, _, _ = MASKS[name]
@@ -88,6 +88,8 @@ def test_no_remedy_is_the_inverse_of_what_was_meant(name: str) -> None:
     "make, code, same",
     [
         (lambda: masks.Padding(keep=REAL.long()), "Padding(keep=t.bool())", (REAL.long(), REAL)),
+        (lambda: masks.Padding(REAL.long()), "Padding(keep=t.bool())", (REAL.long(), REAL)),
+        (lambda: masks.Padding(REAL), "Padding(keep=t)", (REAL, REAL)),
         (lambda: masks.Padding(keep=REAL[0]), "keep[None]", (REAL[0], REAL[:1])),
         (lambda: masks.Padding(keep=added(REAL)), "Padding(keep=t == 0)", (added(REAL), REAL)),
         (lambda: masks.Hide((~REAL).long()), "masks.Padding(keep=t == 0)", ((~REAL).long(), REAL)),
@@ -104,7 +106,7 @@ def test_the_remedy_for_padding_works(make: Callable[[], Any], code: str, same: 
 
 
 def test_hidden_padding_is_told_the_opposite() -> None:
-    with pytest.raises(ValueError, match=r"masks.Padding\(keep=~t\) is for a \(B, M\) mask of padding"):
+    with pytest.raises(ValueError, match=r"a \(B, M\) mask of padding is masks.Padding\(keep=~t\)"):
         attend(Q, K, V, mask=masks.Hide(~REAL))
 
 

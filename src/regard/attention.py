@@ -349,7 +349,7 @@ def prepare(
     batch, heads, n, _ = q.shape
     m = k.shape[2]
     if mask is not None:
-        mask = as_mask(mask)
+        mask = as_mask(mask, (batch, n, m))
         mask.check(batch, heads, n, m)
         for tensor in mask.tensors():
             _check_device("mask", tensor, device)

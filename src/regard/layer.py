@@ -123,6 +123,7 @@ class MultiHeadAttention(nn.Module):
                 "position_encoding",
                 expected="Rotary, Alibi, RelativeBias or None",
                 received=type(position_encoding).__name__,
+                remedy=f"regard.positions.Rotary({self.head_dim})",
             )
 
         self.q_proj = nn.Linear(self.query_dim, num_heads * self.head_dim, bias=bias)
@@ -529,7 +530,12 @@ def _check_types(query: object, key: object, value: object, cache: object) -> No
         if not isinstance(x, Tensor) and (x is not None or what == "query"):
             raise bad_type(what, expected="a tensor", received=type(x).__name__, remedy="torch.as_tensor(...)")
     if cache is not None and not isinstance(cache, (KVCache, RollingCache)):
-        raise bad_type("cache", expected="a KVCache or a RollingCache", received=type(cache).__name__)
+        raise bad_type(
+            "cache",
+            expected="a KVCache or a RollingCache",
+            received=type(cache).__name__,
+            remedy="cache=regard.KVCache(), one for each layer",
+        )
 
 
 def _norm(kind: str | None, width: int) -> nn.Module | None:

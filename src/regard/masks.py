@@ -355,12 +355,13 @@ class Padding(Mask):
                 received="both" if lengths is not None else "neither",
             )
         if lengths is not None:
-            if isinstance(lengths, Tensor) and lengths.dtype is torch.bool:
+            boolean = isinstance(lengths, Tensor) and lengths.dtype is torch.bool
+            if isinstance(lengths, Tensor) and (boolean or lengths.dim() == 2):
                 raise bad_type(
                     "Padding lengths",
                     expected="an integer tensor (B,)",
-                    received=f"a boolean tensor of shape {shape_of(lengths)}",
-                    remedy="Padding(keep=...) takes the boolean (B, M) mask of real tokens",
+                    received=f"a {'boolean ' * boolean}tensor of shape {shape_of(lengths)}",
+                    remedy=f"Padding(keep={'t' if boolean else 't.bool()'}) takes the (B, M) mask of real tokens",
                 )
             lengths = _integers("Padding lengths", lengths, dims=1, say="an integer tensor (B,)").to(torch.int64)
         if keep is not None:
@@ -470,7 +471,7 @@ class Keep(Mask):
                 name,
                 expected="shape (N, M), (B, N, M) or (B, H, N, M)",
                 received=f"shape {shape_of(tensor)}",
-                remedy=f"masks.Padding(keep={'' if self.sense else '~'}t[None]) for a mask of keys (M,)",
+                remedy=f"padding is masks.Padding(keep={'' if self.sense else '~'}t[None]), for one of keys (M,)",
             )
         if tensor.dim() == 3:
             tensor = tensor[:, None]
@@ -500,7 +501,7 @@ class Keep(Mask):
             remedy = "give the mask one of the shapes (N, M), (B, N, M), (B, H, N, M)"
             if shape[:2] == (1, 1) and shape[2:] == (batch, keys):
                 keep, what = ("t", "real tokens") if self.sense else ("~t", "padding")
-                remedy = f"masks.Padding(keep={keep}) is for a (B, M) mask of {what}"
+                remedy = f"a (B, M) mask of {what} is masks.Padding(keep={keep})"
             elif shape[1] == 1 and shape[0] == heads:
                 remedy = f"a mask per head is (1, H, N, M): masks.{name}(t[None])"
             elif shape[1] == 1 and shape[0] == batch * heads:
@@ -593,6 +594,7 @@ class Not(Mask):
         return f"~({self.inner})" if isinstance(self.inner, And) else f"~{self.inner}"
 
 
+<<<<<<< HEAD
 def checked(answer: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
     """The method `answer`, whose results `check(self, result, *arguments)` refuses where they are wrong."""
 
@@ -642,10 +644,15 @@ def _check_survey(mask: Mask, survey: object, grid: Grid) -> None:
 
 def as_mask(mask: Mask | Tensor) -> Mask:
     """A mask as it is; a boolean tensor as `Keep`; anything else is an error that says what to write."""
+=======
+def as_mask(mask: Mask | Tensor, sizes: tuple[int, int, int] | None = None) -> Mask:
+    """A mask as it is; a boolean tensor as `Keep`; anything else is an error that says what to write, the better if the
+    `sizes` of the attention, B, N, M, are told."""
+>>>>>>> d1a5481 (masks: numbers given as a mask are told what to write for the sizes of the attention)
     if isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor):
-        return Keep(mask)
+        return Keep(_booleans("Keep", mask, sizes))
     raise bad_type(
         "mask",
         expected="a regard.masks.Mask or a boolean tensor (True = may attend)",
@@ -725,21 +732,22 @@ def _integers(what: str, tensor: object, *, dims: int, say: str) -> Tensor:
     return tensor
 
 
-def _booleans(what: str, tensor: object) -> Tensor:
+def _booleans(what: str, tensor: object, sizes: tuple[int, int, int] | None = None) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise bad_type(what, expected="a boolean tensor", received=type(tensor).__name__)
     if tensor.dtype is not torch.bool:
         raise bad_type(
             "mask" if what == "Keep" else what,
             expected=f"a boolean tensor (True = may {'not ' if what == 'Hide' else ''}attend)",
-            received=f"dtype {tensor.dtype}, shape {shape_of(tensor)}",
-            remedy=_as_booleans(what, tensor),
+            received=f"dtype {tensor.dtype}",
+            remedy=_as_booleans(what, tensor, sizes),
         )
     return tensor
 
 
-def _as_booleans(what: str, tensor: Tensor) -> str:
-    """What to write instead of numbers. Where all of them are 0 or hugely negative, 0 is what may be seen."""
+def _as_booleans(what: str, tensor: Tensor, sizes: tuple[int, int, int] | None) -> str:
+    """What to write instead of numbers, for attention of `sizes` B, N, M, where they are known. Where all numbers are 0
+    or hugely negative, 0 is what may be seen."""
     added = tensor.is_floating_point() and _is_added(tensor)
     if what == "Padding keep":
         return "Padding(keep=t == 0), for it is 0 at real tokens" if added else "Padding(keep=t.bool())"
@@ -749,12 +757,17 @@ def _as_booleans(what: str, tensor: Tensor) -> str:
     remedy, keep, of = "masks.Keep(t != 0) where nonzero means visible, ", "t.bool()", "real tokens"
     if what == "Hide":
         remedy, keep, of = "", "t == 0", "padding"
-    remedy += "masks.Hide(t != 0) where it means hidden"
-    if tensor.is_floating_point():
-        return f"{remedy}, bias=t to add it to the scores"
-    if tensor.dim() == 2:  # what tokenizers give
-        return f"masks.Padding(keep={keep}) for a (B, M) mask of {of}; for one (N, M) {remedy}"
-    return remedy
+    added = "t" if tensor.is_floating_point() else "t.to(q.dtype)"
+    remedy += "masks.Hide(t != 0) where it means hidden (masks.Keep(t) and masks.Hide(t) for booleans), "
+    remedy += f"bias={added} to add it to the scores"
+    if tensor.dim() != 2 or tensor.is_floating_point():
+        return remedy
+    padding = f"masks.Padding(keep={keep}) for a (B, M) mask of {of}"  # what tokenizers give
+    if sizes is None:
+        return f"{padding}; for one (N, M) {remedy}"
+    batch, queries, keys = sizes
+    of_keys, of_queries = (tensor.shape[1] == keys and tensor.shape[0] in (1, size) for size in (batch, queries))
+    return f"{padding}; for one (N, M) {remedy}" if of_keys == of_queries else padding if of_keys else remedy
 
 
 def _is_added(tensor: Tensor) -> bool:

@@ -301,7 +301,7 @@ def as_biases(bias: Any) -> tuple[Bias, ...]:
                 "bias",
                 expected="shape (N, M) or (B, H, N, M)",
                 received=f"shape {shape_of(bias)}",
-                remedy="bias[:, None] for (B, N, M), bias[None] for (H, N, M), bias[None] for (M,)",
+                remedy="unsqueeze the missing axes: bias[:, None] for (B, N, M), bias[None] for (H, N, M) or (M,)",
             )
         return (DenseBias(bias if bias.dim() == 4 else bias[None, None]),)
     if hasattr(bias, "as_bias"):

@@ -594,7 +594,6 @@ class Not(Mask):
         return f"~({self.inner})" if isinstance(self.inner, And) else f"~{self.inner}"
 
 
-<<<<<<< HEAD
 def checked(answer: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
     """The method `answer`, whose results `check(self, result, *arguments)` refuses where they are wrong."""
 
@@ -642,13 +641,9 @@ def _check_survey(mask: Mask, survey: object, grid: Grid) -> None:
         raise bad_value(what, expected="some where every is", received="a tile that is wholly visible and hidden")
 
 
-def as_mask(mask: Mask | Tensor) -> Mask:
-    """A mask as it is; a boolean tensor as `Keep`; anything else is an error that says what to write."""
-=======
 def as_mask(mask: Mask | Tensor, sizes: tuple[int, int, int] | None = None) -> Mask:
     """A mask as it is; a boolean tensor as `Keep`; anything else is an error that says what to write, the better if the
     `sizes` of the attention, B, N, M, are told."""
->>>>>>> d1a5481 (masks: numbers given as a mask are told what to write for the sizes of the attention)
     if isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor):

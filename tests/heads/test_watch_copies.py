@@ -172,15 +172,9 @@ def test_two_watches_in_two_tasks() -> None:
     async def main() -> list[Any]:
         return await asyncio.gather(look(models[0], [x]), look(models[1], [x, y, y]))
 
-<<<<<<< HEAD
     with torch.no_grad():  # (of the thread: tasks that end out of order would leave it on)
         short, long = asyncio.run(main())
     assert (short["layer"].texts, long["layer"].texts) == (1, 3)
-=======
-    short, long = asyncio.run(main())
-    assert short["layer"].texts == 1
-    assert long["layer"].texts == 3
->>>>>>> fe53438 (tests/heads: lint)
     assert not torch.overrides._get_current_function_mode_stack()
 
 

@@ -14,13 +14,8 @@ from torch import Tensor
 
 from regard.draw.labels import Labels
 from regard.errors import bad_type, bad_value
-<<<<<<< HEAD
 from regard.heads import ROLES, Layer, Record, Role
-from regard.heads.roles import roles
-=======
-from regard.heads import Layer, Record, Role
 from regard.heads.roles import first_of_target, roles, tokens_of
->>>>>>> f562b10 (roles: a least number of queries; nothing is told by neighbours or by the first token; a record's own tokens tell, everywhere alike)
 from regard.heads.table import scalars
 from regard.heads.texts import remeasured
 from regard.measures import Heatmap, Links
@@ -166,14 +161,9 @@ class Scene:
         self.record = record
         given = record.tokens if tokens is None else tokens
         self.panels: list[Panel] = []
-<<<<<<< HEAD
-        texts, words = _texts(given, item), _words(given)
-        target = _first_of_target(record)
-=======
         texts = _texts(given, item)
         target = first_of_target(record)
         words = tokens_of(record, given)
->>>>>>> f562b10 (roles: a least number of queries; nothing is told by neighbours or by the first token; a record's own tokens tell, everywhere alike)
         labels: dict[Any, Labels] = {}  # those that were made: layers of one text share them
         inside = _without_padding(record, item, target)
         for number, layer in enumerate(record):
@@ -186,11 +176,7 @@ class Scene:
             rows, cols = inside[number]
             panel = Panel(number, layer, item, rows, cols, *_named(layer, own, ours, rows, cols, special, labels))
             panel.measures = {name: value.float().cpu() for name, value in scalars(layer).items()}
-<<<<<<< HEAD
-            panel.roles = _roles(layer, words[-1] if number >= target else words[0])
-=======
             panel.roles = _roles(layer, words[layer.name])
->>>>>>> f562b10 (roles: a least number of queries; nothing is told by neighbours or by the first token; a record's own tokens tell, everywhere alike)
             self.panels.append(panel)
 
     def __len__(self) -> int:
@@ -224,27 +210,6 @@ def _texts(tokens: Any, item: int) -> list[list[Any] | None]:
     return [rows]
 
 
-<<<<<<< HEAD
-def _words(tokens: Any) -> list[Any]:
-    """The tokens of all texts as strings: one list, or two, of source and target; each a list for each text, where
-    there are several."""
-    if isinstance(tokens, tuple) and len(tokens) == 2 and not any(isinstance(part, str) for part in tokens):
-        return [_words(None if part is None else list(part))[0] for part in tokens]
-    rows: list[Any] = list(tokens or ())
-    if rows and isinstance(rows[0], (list, tuple)):
-        return [[[str(token) for token in row] for row in rows]]
-    return [[str(token) for token in rows] or None]
-
-
-def _first_of_target(record: Record) -> int:
-    """The first layer of the decoder that looks across: the self attention before the first cross attention."""
-    kinds = [layer.kind for layer in record]
-    if "cross" not in kinds:
-        return len(kinds)
-    first = kinds.index("cross")
-    return first - 1 if first and kinds[first - 1] == "self" else first
-
-
 def _without_padding(record: Record, item: int, target: int) -> list[tuple[range, range]]:
     """Of each layer, the queries and the keys of one text that are no padding, before it or after it."""
     own: dict[tuple[bool, int], range] = {}  # the queries of self attention, which cross attention has too
@@ -266,8 +231,6 @@ def _tokens(padding: Tensor | None, item: int, count: int) -> range:
     return range(real[0], real[-1] + 1) if real else range(count)
 
 
-=======
->>>>>>> f562b10 (roles: a least number of queries; nothing is told by neighbours or by the first token; a record's own tokens tell, everywhere alike)
 def _named(
     layer: Layer,
     own: list[Any] | None,
@@ -312,10 +275,9 @@ def _labels(words: list[Any] | None, count: int, special: Sequence[str], what: s
                     )  # fmt: skip
 
 
-<<<<<<< HEAD
-def _roles(layer: Layer, tokens: Any) -> list[Role]:
+def _roles(layer: Layer, tokens: list[list[str]] | None) -> list[Role]:
     """The roles of one layer's heads, as `record.roles()` has them; none where nothing was measured that tells of
-    roles. `tokens`: those of the text, or of each text of the batch."""
+    roles. `tokens`: those of each text of the batch."""
     if (
         layer.kind != "self"
         or layer.uniform is None
@@ -324,27 +286,4 @@ def _roles(layer: Layer, tokens: Any) -> list[Role]:
         return []
     alone = Record()
     alone.by_name[layer.name] = layer
-    return list(roles(alone, tokens=tokens if _fit(layer, tokens) else None))
-
-
-def _fit(layer: Layer, tokens: Any) -> bool:
-    """Whether these are the tokens of all that a layer saw. (Others may label its map all the same: keys that a layer
-    adds have no token; the last token may have been written, not read.)"""
-    assert layer.text is not None
-    if tokens is None or layer.texts > 1 or not layer.has("received"):
-        return False
-    rows = [tokens] if not isinstance(tokens[0], list) else tokens
-    batch, longest = layer.text.shape[0], layer.text.total
-    return len(rows) == batch and all(len(row) == longest or (batch > 1 and len(row) < longest) for row in rows)
-=======
-def _roles(layer: Layer, tokens: list[list[str]] | None) -> list[Role]:
-    """The roles of one layer's heads; none where the record cannot tell."""
-    if layer.kind != "self":
-        return []
-    alone = Record()
-    alone.by_name[layer.name] = layer
-    try:
-        return list(roles(alone, tokens=tokens))
-    except ValueError:  # it has measured nothing that tells of roles
-        return []
->>>>>>> f562b10 (roles: a least number of queries; nothing is told by neighbours or by the first token; a record's own tokens tell, everywhere alike)
+    return list(roles(alone, tokens=tokens))

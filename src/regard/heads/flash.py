@@ -49,12 +49,7 @@ class _Tokens(NamedTuple):
 def _visible(q: _Tokens, k: _Tokens, causal: bool, before: int | None, after: int | None) -> dict[str, Any]:
     """`mask`, `positions` and `key_positions` of `attend` for queries and keys of some texts, of which each sees its
     own: those of the same text, causal, at most so many `before` and `after` it (None: all)."""
-<<<<<<< HEAD
-    batch, m = k.text.shape
-    device = q.text.device
-=======
     batch, m, device = len(q.text), k.text.shape[1], q.text.device
->>>>>>> f2db1ff (watch: flex_attention and varlen_attn are seen; operators of attention that are not known are named)
     real, held = q.text >= 0, k.text >= 0
     rows = torch.arange(batch, device=device)[:, None]
     home = torch.full((k.counts.numel() + 1,), -1, device=device)  # the row in which a text's keys are; -1: in none

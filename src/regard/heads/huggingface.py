@@ -9,14 +9,9 @@ would have computed, down to the bit.
 from __future__ import annotations
 
 import sys
-<<<<<<< HEAD
 import threading
 from collections.abc import Callable
-from functools import partial
-=======
-from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
->>>>>>> 5cf0c15 (watch: types and words of flash and flex)
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch

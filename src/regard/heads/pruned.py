@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import json
 from os import PathLike
-<<<<<<< HEAD
 from reprlib import repr as short
 from typing import Any
 
 from regard import models
 from regard.errors import bad_type, bad_value, missing_extra
-from regard.heads.ablate import head_numbers
-=======
-
-from regard import models
-from regard.errors import bad_value, missing_extra
 from regard.heads.ablate import Heads, by_layer, head_numbers
->>>>>>> d04a748 (ablate: means are over real tokens, and while decoding over all that was read so far; heads as roles give them, for prune and leave_one_out too; checkpoints known by torch's module name)
 from regard.heads.prune import prune
 from regard.models.fields import LAYERS, WIDTH, integer, several, word
 from regard.models.files import damaged, open_safetensors, parse_json
@@ -31,11 +24,7 @@ def save_pruned(model: TextModel, heads: Heads, path: str | PathLike[str]) -> No
         from safetensors.torch import save_model
     except ImportError:
         raise missing_extra("safetensors", "models") from None
-<<<<<<< HEAD
-    removed = [[layer, head_numbers(str(layer), several_)] for layer, several_ in heads.items()]
-=======
-    removed = [[layer, head_numbers(str(layer), several)] for layer, several in by_layer(heads).items()]
->>>>>>> d04a748 (ablate: means are over real tokens, and while decoding over all that was read so far; heads as roles give them, for prune and leave_one_out too; checkpoints known by torch's module name)
+    removed = [[layer, head_numbers(str(layer), several_)] for layer, several_ in by_layer(heads).items()]
     said = {"model": model.name, "heads": removed}
     save_model(model, str(path), metadata={"regard.pruned": json.dumps(said)})
 

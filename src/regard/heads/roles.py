@@ -15,13 +15,8 @@ from torch import Tensor
 
 from regard.errors import bad_type, bad_value
 from regard.heads.corpus import SEPARATORS, is_punctuation
-<<<<<<< HEAD
 from regard.heads.table import Shown, Table, scalars
-from regard.measures import Offsets
-=======
-from regard.heads.table import Table, scalars
 from regard.measures import Offsets, Tokens
->>>>>>> f562b10 (roles: a least number of queries; nothing is told by neighbours or by the first token; a record's own tokens tell, everywhere alike)
 
 if TYPE_CHECKING:
     from regard.heads.record import Layer, Record

@@ -144,7 +144,6 @@ class Senses:
 
     def function(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One torch function: attention, a step of attention written by hand, or nothing of interest."""
-<<<<<<< HEAD
         frame = None if self.busy else self.frames.current()
         if frame is None:
             return func(*args, **kwargs)
@@ -155,21 +154,13 @@ class Senses:
 
     def _function(self, frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in _INTERESTING:
+            if isinstance(func, _OPERATORS) and operator_name(func) in _OPERATORS_SEEN:
+                return self._operator(frame, func, args, kwargs)
             out = func(*args, **kwargs)
             self.hands.pass_by(func, args, out)
             if is_attention(func):
                 self._unread(frame, f"it calls {func}, which shows nothing; F.scaled_dot_product_attention is seen")
             return out
-=======
-        operator = func not in _INTERESTING and isinstance(func, _OPERATORS)
-        if self.busy or not (operator or func in _INTERESTING):
-            return func(*args, **kwargs)
-        frame = self.frames.current()
-        if frame is None:
-            return func(*args, **kwargs)
-        if operator:
-            return self._operator(frame, func, args, kwargs)
->>>>>>> f2db1ff (watch: flex_attention and varlen_attn are seen; operators of attention that are not known are named)
         if func is F.scaled_dot_product_attention:
             return self._sdpa(frame, *args, **kwargs)
         if func is attend:
@@ -212,33 +203,22 @@ class Senses:
             self.pending.append(note)
             return out
         call = from_sdpa(turn(query), turn(key), turn(value), None if mask is None else turn.mask(mask), **options)
-<<<<<<< HEAD
-        attention = self._describe(frame, call.shape, call=call)
-        told = self._told(frame, attention, turn(out))
-=======
         attention = self._describe(frame, call.shape, self.streams.of(query), call=call)
-        _add_projection(attention, frame)
-        told = self._told(attention, turn(out))
->>>>>>> 7a68bd8 (watch: where a model is handed several ids, a layer has those that its queries are made of)
+        told = self._told(frame, attention, turn(out))
         return turn.back(told, out) if self.changes else out
 
     def _operator(self, frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operator that is called by itself: `flex_attention`, `varlen_attn`; others that are named after attention
-        cannot be read, and that is remembered."""
-        name = str(getattr(func, "__name__", func)).partition(".")[0]
+        """An operator of attention that is called by itself: `flex_attention`, `varlen_attn`."""
+        name = operator_name(func)
         if name == "flex_attention":
             return self._flex(frame, func, args, kwargs)
-        if name not in ("_varlen_attn", "_varlen_attn_out"):
-            if any(word in name.lower() for word in ("attention", "attn")):
-                self.not_seen(frame.name, f"the operator {func} is not known; F.scaled_dot_product_attention is")
-            return func(*args, **kwargs)
         inplace = name == "_varlen_attn_out"
-        call = from_varlen(*(args[1:] if inplace else args), **{n: x for n, x in kwargs.items() if n != "out"})
+        given = args[1:] if inplace else args
+        call = from_varlen(*given, **{n: x for n, x in kwargs.items() if n != "out"})
         result = func(*args, **kwargs)
-        out: Tensor = (kwargs["out"] if "out" in kwargs else args[0]) if inplace else result[0]  # (N, H, E)
-        attention = self._describe(frame, call.shape, call=call)
-        _add_projection(attention, frame)
-        told = self._told(attention, out.transpose(0, 1)[None])[0].transpose(0, 1)
+        out = kwargs.get("out", args[0] if args else None) if inplace else result[0]  # (N, H, E)
+        attention = self._describe(frame, call.shape, self.streams.of(given), call=call)
+        told = self._told(frame, attention, out.transpose(0, 1)[None])[0].transpose(0, 1)
         if not self.changes:
             return result
         if not inplace:
@@ -257,10 +237,9 @@ class Senses:
             found = look(call, [], output=True)
             assert found.output is not None and found.lse is not None
             result = found.output, found.lse / math.log(2), found.lse.new_empty(0)  # (that operator's unit)
-        attention = self._describe(frame, call.shape, call=call)
-        _add_projection(attention, frame)
+        attention = self._describe(frame, call.shape, self.streams.of(args[:1]), call=call)
         out, *rest = result
-        told = self._told(attention, out)
+        told = self._told(frame, attention, out)
         return (told, *rest) if self.changes else result
 
     def _attend(self, frame: Frame, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -271,12 +250,7 @@ class Senses:
             return self._spread(frame, options["spread"], out, q.detach(), k.detach(), v.detach(), asked)
         with torch.no_grad():
             call = prepare(q.detach(), k.detach(), v.detach(), **asked)
-<<<<<<< HEAD
-        attention = self._describe(frame, call.shape, call=call)
-=======
         attention = self._describe(frame, call.shape, self.streams.of(q), call=call)
-        _add_projection(attention, frame)
->>>>>>> 7a68bd8 (watch: where a model is handed several ids, a layer has those that its queries are made of)
         cache = frame.given("cache")
         if isinstance(cache, RollingCache):  # the first few tokens, then the last ones
             held, first = call.shape[3], cache.keep_first
@@ -383,12 +357,7 @@ class Senses:
             self.busy = False
         frame = self.frames.current(module)
         assert frame is not None
-<<<<<<< HEAD
-=======
-        attention = self._describe(frame, call.shape, self.streams.of(query), call=call)
-        _add_projection(attention, frame)
         self.streams.hand_on((query,), result)
->>>>>>> 7a68bd8 (watch: where a model is handed several ids, a layer has those that its queries are made of)
         out, *rest = result  # out (B, N, H, E)
         output = out.transpose(1, 2)
         # Whoever is further out may have changed what comes out: then there is nothing to compare with.
@@ -402,10 +371,10 @@ class Senses:
                           'model.set_attn_implementation("sdpa") or "eager" can be seen')  # fmt: skip
             return result
         if isinstance(found, Tensor):
-            attention = self._describe(frame, tuple(found.shape), weights=found)
+            attention = self._describe(frame, tuple(found.shape), self.streams.of(query), weights=found)
             attention.values = value.detach()
         else:
-            attention = self._describe(frame, call.shape, call=found or call)
+            attention = self._describe(frame, call.shape, self.streams.of(query), call=found or call)
         changed = self._told(frame, attention, output).transpose(1, 2)
         return (changed, *rest) if self.changes else result
 
@@ -477,21 +446,11 @@ class Senses:
             weights = note.ordered()
             if note.about is not None:
                 call = note.about(weights[..., 0, 0])
-<<<<<<< HEAD
-                attention = self._describe(frame, call.shape, call=call, output=note.output)
+                attention = self._describe(frame, call.shape, note.stream, call=call, output=note.output)
             else:
-                attention = self._describe(frame, tuple(weights.shape), weights=weights, output=note.output)
+                attention = self._describe(frame, tuple(weights.shape), note.stream, weights=weights, output=note.output)
                 attention.values = note.values
             self._find_projection(attention, frame)
-=======
-                attention = self._describe(frame, call.shape, note.stream, call=call, output=note.output)
-                _add_projection(attention, frame)
-                self.see(attention)
-                return attention
-            shape = tuple(weights.shape)
-            attention = self._describe(frame, shape, note.stream, weights=weights, output=note.output)
-            attention.values = note.values
->>>>>>> 7a68bd8 (watch: where a model is handed several ids, a layer has those that its queries are made of)
             self.see(attention)
         if told is not None:
             told[1] = attention
@@ -595,13 +554,10 @@ class Senses:
 
     def _left(self, frame: Frame, output: Any) -> None:
         """A module ends: what was not told by then is told by the best that is known."""
-<<<<<<< HEAD
         if self.awaited:
             self._projected(frame)
-=======
         if self.streams.on:  # (what is computed by no torch function cannot be followed)
             self.streams.hand_on((frame.args, *frame.kwargs.values()), output)
->>>>>>> 7a68bd8 (watch: where a model is handed several ids, a layer has those that its queries are made of)
         self._look_back(frame)
         for note in list(self.pending):
             if self.changes and note.where.parent is not None:  # whoever called it may tell yet
@@ -657,6 +613,11 @@ _COMPUTES_ATTENTION = re.compile(r"aten::(softmax|_softmax|scaled_dot_product|_n
 def is_named_for_attention(module: nn.Module) -> bool:
     """Whether a module's class says that it computes attention."""
     return _NAMED_FOR_ATTENTION.search(type(module).__name__) is not None
+
+
+def operator_name(func: Any) -> str:
+    """The name of a torch operator, without its overload."""
+    return str(getattr(func, "__name__", func)).partition(".")[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -808,7 +769,6 @@ class _Mode(TorchFunctionMode):
         self.senses = None
         take_out(self)
 
-<<<<<<< HEAD
 
 def take_out(mode: TorchFunctionMode) -> None:
     """Take one mode out of this thread's stack, and leave the others as they are."""
@@ -839,10 +799,8 @@ class _Elsewhere(TorchFunctionMode):
 
 _ATTENTION = {F.scaled_dot_product_attention, F.multi_head_attention_forward, attend}
 _INTERESTING = {*FUNCTIONS, *_ATTENTION}
-=======
-_INTERESTING = {*FUNCTIONS, F.scaled_dot_product_attention, F.multi_head_attention_forward, attend}
 _OPERATORS = (torch._ops.OpOverloadPacket, torch._ops.OpOverload, torch._ops.HigherOrderOperator)
->>>>>>> f2db1ff (watch: flex_attention and varlen_attn are seen; operators of attention that are not known are named)
+_OPERATORS_SEEN = ("flex_attention", "_varlen_attn", "_varlen_attn_out")
 _HF_NAMES = ("query", "key", "value", "attention_mask")
 
 

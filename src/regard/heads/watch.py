@@ -215,14 +215,10 @@ class watch(Senses):
         elif any(type(m).__module__.startswith("torch.fx") or hasattr(m, "_compiled_fn") for m in modules):
             why = "the model was compiled or exported, which shows nothing; watch the model that it was made of"
         else:
-<<<<<<< HEAD
-            why = "the model ran, and computed no attention that a watch knows (flex_attention shows nothing)"
+            why = "the model ran, and computed no attention that a watch knows"
         if self.unseen:
             why = "; ".join(f"{name}: {reason}" for name, reason in list(self.unseen.items())[:3])
             why += f"; and {len(self.unseen) - 3} more" if len(self.unseen) > 3 else ""
-=======
-            why = "the model ran, and computed no attention that a watch knows"
->>>>>>> f2db1ff (watch: flex_attention and varlen_attn are seen; operators of attention that are not known are named)
         return ValueError(f"watch: expected attention inside the block, saw none: {why}")
 
 

@@ -81,14 +81,10 @@ def load(
             config.json, safetensors and tokenizer.json, or of a GGUF file.
         dtype: float32, bfloat16, float16 or float64; by default as stored (a GGUF file: float32).
         check: whether the weights of an embedded model are compared with their known SHA-256.
-<<<<<<< HEAD
-        mmap: False reads all weights now, so that the file may change afterwards.
-=======
         mmap: whether weights in safetensors stay in the file, mapped, until they are used: loading takes no time, and
             processes share the memory. As long as the model is used the file is then part of it: whoever writes into it
             changes the model, whoever cuts it short ends the process. (To replace a file while it is in use, write
             another and rename it.) False reads everything into memory at once.
->>>>>>> 1bb2d06 (models.load(..., mmap=False) reads weights into memory; what mapping means is said)
         progress: wraps the tensors as they are read, such as `rich.progress.track`.
 
     Returns:
@@ -110,19 +106,11 @@ def load(
     dtype = dtype or _stored_dtype(found, matched)
     model.tokenizer, model.unused = found.tokenizer(), unused
     items = list(matched.items())
-<<<<<<< HEAD
-    filled = {}
-    for key, match in items if progress is None else progress(items):
-        tensor = match.read(found.weights, dtype)
-        filled[key] = tensor if mmap else tensor.clone()
-    _fill(model, filled)
-=======
     tensors: dict[str, Tensor] = {}
     for key, match in items if progress is None else progress(items):
         tensor = match.read(found.weights, dtype)
         tensors[key] = tensor if mmap else tensor.clone()
     _fill(model, tensors)
->>>>>>> 1bb2d06 (models.load(..., mmap=False) reads weights into memory; what mapping means is said)
     return model.eval()
 
 

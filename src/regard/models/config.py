@@ -6,6 +6,7 @@ Letters: W model width, H query heads, G kv heads, D head width, F width of the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, get_args, get_type_hints
 
 from regard.configurations import Configuration
@@ -83,8 +84,7 @@ class ModelConfig(Configuration):
         for what in ("windows", "scales"):
             if (given := getattr(self, what)) is not None and len(given) != self.layers:
                 raise bad_value(what, expected=f"one for each of {self.layers} layers", received=len(given))
-        for what in ("kind", "norm", "order", "pooling"):
-            allowed = get_args(get_type_hints(ModelConfig)[what])
+        for what, allowed in _choices().items():
             if (given := getattr(self, what)) not in allowed:
                 raise bad_value(what, expected=" or ".join(map(repr, allowed)), received=repr(given))
         if self.activation not in ACTIVATIONS:
@@ -103,3 +103,10 @@ class ModelConfig(Configuration):
     def scale_of(self, layer: int) -> float | None:
         """The scale of a layer's scores; None for D ** -0.5."""
         return self.scale if self.scales is None else self.scales[layer]
+
+
+@cache
+def _choices() -> dict[str, tuple[str, ...]]:
+    """The fields that are one of a few words, and those words. (A block makes a config of its own: it is asked often.)"""
+    hints = get_type_hints(ModelConfig)
+    return {what: get_args(hints[what]) for what in ("kind", "norm", "order", "pooling")}

@@ -107,6 +107,6 @@ class ModelConfig(Configuration):
 
 @cache
 def _choices() -> dict[str, tuple[str, ...]]:
-    """The fields that are one of a few words, and those words. (A block makes a config of its own: it is asked often.)"""
+    """The fields that are one of a few words, and those words. (Each block makes a config: it is asked often.)"""
     hints = get_type_hints(ModelConfig)
     return {what: get_args(hints[what]) for what in ("kind", "norm", "order", "pooling")}

@@ -82,13 +82,14 @@ class Panel:
         return self.layer.weights(head, _of(self.rows, rows), _of(self.cols, cols), batch=self.item)
 
     def links(self, count: int) -> tuple[Tensor, Tensor]:
-        """Of each query the keys (H, N, count) with the largest weights, and those weights."""
+        """Of each query the keys (H, N, count) with the largest weights, and those weights; 0 where there are fewer."""
         if self.whole:
             found = self.layer.measure(Links(count))["links"]
             return found.keys[self.item].clamp(min=0), found.weights[self.item]
         strips = [slice(first, first + STRIP) for first in range(0, len(self.rows), STRIP)]
         largest = [self._weights(None, rows).topk(min(count, len(self.cols)), dim=2) for rows in strips]
-        return torch.cat([top.indices for top in largest], 1), torch.cat([top.values for top in largest], 1)
+        keys, weights = (torch.cat([top[i] for top in largest], 1) for i in (1, 0))
+        return keys.where(weights > 0, 0), weights
 
     def pooled(self, rows: int, cols: int) -> Tensor:
         """The maps of all heads at a size of at most (rows, cols): (H, rows, cols). A cell is the attention that a

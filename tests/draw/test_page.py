@@ -434,10 +434,10 @@ def test_a_text_too_long_for_a_link_of_each_query_has_some() -> None:
         largest = exact.amax(2)  # of each query, (H, N)
         for head in range(heads):
             rest = torch.ones(701, dtype=torch.bool).index_fill_(0, queries[head], False)
-            assert largest[head, rest].max() <= largest[head, queries[head]].min() + 1e-4  # (scores are large)
+            assert largest[head, rest].max() <= largest[head, queries[head]].min() + 2e-3  # (scores are large)
             found = exact[head, queries[head]].gather(1, keys[head])[:, 0]
-            torch.testing.assert_close(found, largest[head, queries[head]], atol=1e-4, rtol=0)
-            assert bool(((strong[head, :, 0] - largest[head, queries[head]]).abs() <= near[head, :, 0] + 1e-4).all())
+            torch.testing.assert_close(found, largest[head, queries[head]], atol=2e-3, rtol=0)
+            assert bool(((strong[head, :, 0] - largest[head, queries[head]]).abs() <= near[head, :, 0] + 2e-3).all())
 
 
 def test_progress_rises_to_1_and_says_so_at_the_end(short: Record) -> None:

@@ -144,7 +144,12 @@ def turned(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> 
     return (weights @ v).transpose(1, 2), weights
 
 
-@pytest.mark.parametrize("function", [added, hidden, unread, turned])
+def merged(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Any:
+    out, weights = added(module, q, k, v, mask)
+    return out.flatten(2), weights
+
+
+@pytest.mark.parametrize("function", [added, hidden, unread, turned, merged])
 def test_functions_of_a_module_s_own(function: Any) -> None:
     """They add it, hide by it, do not read it, read it the other way round: the record is of what they compute."""
     model = Own(function)

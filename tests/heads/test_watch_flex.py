@@ -168,6 +168,25 @@ def test_a_large_plane_is_never_built(monkeypatch: pytest.MonkeyPatch) -> None:
     close(seen[0].weights(), model.weights(*(MASKS["documents"][3], SCORES["linear"][1])), "weights")
 
 
+def test_a_score_mod_that_learns_is_refused() -> None:
+    """Uncompiled, the operator knows no gradient of what a function captured: it would be lost without a word."""
+
+    class Learned(Flex):
+        def __init__(self) -> None:
+            super().__init__()
+            self.requires_grad_(False)  # of q, k and v there is no gradient on a CPU
+            self.bias = nn.Parameter(torch.zeros(H, dtype=torch.float64))
+            self.options["score_mod"] = lambda score, b, h, q, k: score + self.bias[h]
+
+    model = Learned()
+    x = drawn(B, N, 7)
+    with pytest.raises(ValueError, match=r"a score_mod that learns nothing.*reads self\.bias"), regard.watch(model):
+        model(x)
+    with torch.no_grad(), regard.watch(model, keep="qk") as seen:
+        model(x)
+    close(seen[0].weights(), model.weights(MASKS["none"][3], lambda s: s), "weights")
+
+
 @torch.no_grad()
 def test_heads_are_changed() -> None:
     model, x = Flex(block_mask=block_mask("causal")), drawn(B, N, 7)

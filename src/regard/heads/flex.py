@@ -20,7 +20,7 @@ from regard.kernels import Call
 from regard.masks import Mask, Tile
 from regard.positions import Bias
 
-__all__ = ["FlexBias", "FlexMask", "from_flex"]
+__all__ = ["FlexBias", "FlexMask", "from_flex", "learned_by"]
 
 BLOCK_COUNTS, MASK_MOD = 2, -1  # where a block mask as a tuple has the tensor (1|B, 1|H, ...), and the function
 
@@ -117,6 +117,20 @@ def from_flex(
     mask_mod = _with(block_mask[MASK_MOD], mask_mod_other_buffers)
     mask = FlexMask.of((*block_mask[:MASK_MOD], mask_mod))
     return prepare(q, k, v, scale=scale, mask=mask, bias=bias)
+
+
+def learned_by(score_mod: Any) -> str:
+    """The name of a tensor that wants a gradient and that a `score_mod` reads from around it; "" if there is none."""
+    code, cells = getattr(score_mod, "__code__", None), getattr(score_mod, "__closure__", None) or ()
+    if code is None:
+        return ""
+    for name, cell in zip(code.co_freevars, cells, strict=True):
+        captured = cell.cell_contents
+        read = {f"{name}.{part}": getattr(captured, part, None) for part in code.co_names} | {name: captured}
+        for which, x in read.items():
+            if isinstance(x, Tensor) and x.requires_grad:
+                return which
+    return ""
 
 
 def _with(function: Any, buffers: tuple[Any, ...]) -> Any:

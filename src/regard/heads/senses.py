@@ -1,6 +1,7 @@
 """Three senses for attention, whoever computes it; for those who look (`watch`) and those who change it (`ablate`).
 
-    1. `F.scaled_dot_product_attention`, `F.multi_head_attention_forward` (nn.MultiheadAttention) and `regard.attend`
+    1. `F.scaled_dot_product_attention`, `F.multi_head_attention_forward` (nn.MultiheadAttention), `flex_attention`,
+       `varlen_attn` and `regard.attend`
     2. models of transformers, through the functions that compute their attention
     3. attention written by hand: softmax, then a product with values
 
@@ -47,7 +48,7 @@ from regard.heads.attention import (
     with_additive_masks,
 )
 from regard.heads.flash import from_flash, from_varlen, paged
-from regard.heads.flex import FlexMask, from_flex
+from regard.heads.flex import FlexMask, from_flex, learned_by
 from regard.heads.frames import Frame, Frames, same_input
 from regard.heads.handwritten import FUNCTIONS, SOFTMAXES, Hands, Weighed, batch_of, folded
 from regard.heads.streams import Streams
@@ -229,7 +230,11 @@ class Senses:
     def _flex(self, frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             call = from_flex(*args, **kwargs)
-        options = kwargs.get("kernel_options", args[6] if len(args) > 6 else {})
+        score_mod, _, _, options, *_ = args[3:]
+        if torch.is_grad_enabled() and (learned := learned_by(score_mod)):
+            raise bad_value("flex_attention", expected="a score_mod that learns nothing, where somebody looks",
+                            received=f"one that reads {learned}, whose gradient only compiled code finds",
+                            remedy="look with torch.no_grad()")  # fmt: skip
         learns = torch.is_grad_enabled() and any(x.requires_grad for x in args[:3])
         if math.prod(call.shape) < LARGE or learns or options.get("OUTPUT_MAX"):
             result = func(*args, **kwargs)  # as it was written, with all scores at once
@@ -357,9 +362,14 @@ class Senses:
             self.busy = False
         frame = self.frames.current(module)
         assert frame is not None
+<<<<<<< HEAD
         self.streams.hand_on((query,), result)
         out, *rest = result  # out (B, N, H, E)
         output = out.transpose(1, 2)
+=======
+        out, *rest = result  # out (B, N, H, E), or with its heads merged already
+        output = (out if out.dim() == 4 else out.unflatten(-1, (query.shape[1], -1))).transpose(1, 2)
+>>>>>>> 65fa4cb (watch: a score_mod that learns is refused where gradients are on; outputs of transformers' functions with merged heads)
         # Whoever is further out may have changed what comes out: then there is nothing to compare with.
         others = any(one.changes for one in huggingface.lookers() if one is not self)
         found: Call | Tensor | None = call
@@ -374,8 +384,15 @@ class Senses:
             attention = self._describe(frame, tuple(found.shape), self.streams.of(query), weights=found)
             attention.values = value.detach()
         else:
+<<<<<<< HEAD
             attention = self._describe(frame, call.shape, self.streams.of(query), call=found or call)
         changed = self._told(frame, attention, output).transpose(1, 2)
+=======
+            call = found or call
+            attention = self._describe(frame, call.shape, call=call)
+            _add_projection(attention, frame)
+        changed = self._told(attention, output).transpose(1, 2).reshape(out.shape)
+>>>>>>> 65fa4cb (watch: a score_mod that learns is refused where gradients are on; outputs of transformers' functions with merged heads)
         return (changed, *rest) if self.changes else result
 
     def _may_skip_weights(self, call: Call, kwargs: dict[str, Any]) -> bool:

@@ -94,8 +94,8 @@ def case(model: nn.Module, run: Callable[[], Tensor], projections: dict[str, nn.
 
 PROJECTION = {"bert": "../output.dense", "roberta": "../output.dense", "deberta": "../output.dense",
               "distilbert": "out_lin", "albert": "dense", "gpt2": "c_proj", "gpt_neox": "dense", "t5": "o",
-              "bart": "out_proj", "xglm": "out_proj", "fsmt": "out_proj", "whisper": "out_proj", "clip": "out_proj", "bloom": "dense",
-              "gptj": "out_proj", "mpt": "out_proj"}  # fmt: skip
+              "bart": "out_proj", "fsmt": "out_proj", "whisper": "out_proj", "clip": "out_proj", "bloom": "dense",
+              "gptj": "out_proj", "mpt": "out_proj", "xglm": "out_proj"}  # fmt: skip
 OFTEN = ("bert", "gpt2", "llama", "mistral", "gemma2", "gpt_oss", "t5", "bart", "vit", "bloom", "deberta")
 
 

@@ -315,9 +315,9 @@ def _backward(
             p, capped = chunk.scores(strip, q)
             p.sub_(base).exp2_()
             values, keys = _select(chunk.values, strip.runs), _select(chunk.keys, strip.runs)
-            if chunk.careful:
+            hidden = ~chunk.visible(strip) if chunk.careful else None
+            if hidden is not None:
                 values, keys = (x.masked_fill(~x.isfinite(), 0.0) for x in (values, keys))
-                hidden = ~chunk.visible(strip)
                 p.masked_fill_(hidden, 0.0)
             ds = torch.bmm(g, values.mT)
             if call.dropout is not None:
@@ -326,7 +326,7 @@ def _backward(
             else:
                 dropped = p
                 ds.sub_(delta).mul_(p)
-            if chunk.careful:
+            if hidden is not None:
                 ds.masked_fill_(hidden, 0.0)
             if dv_sum is not None:
                 _add_product(dv_sum, strip.runs, dropped, g, 1.0)

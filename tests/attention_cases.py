@@ -176,7 +176,7 @@ def terms(case: Case, lse: bool = False) -> list[Tensor]:
     return [out, *(x.reshape(leaf.shape) for x, leaf in zip(leaves, precise.leaves(), strict=True))]
 
 
-ROUNDINGS = 4  # of the terms summed, that any order of summing may leave behind
+ROUNDINGS = 8  # of the terms summed, that any order of summing may leave behind (3 are the most that were seen)
 
 
 def assert_accurate(case: Case, ours: list[Tensor], what: str, lse: bool = False) -> None:

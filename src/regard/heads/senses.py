@@ -362,14 +362,9 @@ class Senses:
             self.busy = False
         frame = self.frames.current(module)
         assert frame is not None
-<<<<<<< HEAD
         self.streams.hand_on((query,), result)
-        out, *rest = result  # out (B, N, H, E)
-        output = out.transpose(1, 2)
-=======
         out, *rest = result  # out (B, N, H, E), or with its heads merged already
         output = (out if out.dim() == 4 else out.unflatten(-1, (query.shape[1], -1))).transpose(1, 2)
->>>>>>> 65fa4cb (watch: a score_mod that learns is refused where gradients are on; outputs of transformers' functions with merged heads)
         # Whoever is further out may have changed what comes out: then there is nothing to compare with.
         others = any(one.changes for one in huggingface.lookers() if one is not self)
         found: Call | Tensor | None = call
@@ -384,15 +379,9 @@ class Senses:
             attention = self._describe(frame, tuple(found.shape), self.streams.of(query), weights=found)
             attention.values = value.detach()
         else:
-<<<<<<< HEAD
-            attention = self._describe(frame, call.shape, self.streams.of(query), call=found or call)
-        changed = self._told(frame, attention, output).transpose(1, 2)
-=======
             call = found or call
-            attention = self._describe(frame, call.shape, call=call)
-            _add_projection(attention, frame)
-        changed = self._told(attention, output).transpose(1, 2).reshape(out.shape)
->>>>>>> 65fa4cb (watch: a score_mod that learns is refused where gradients are on; outputs of transformers' functions with merged heads)
+            attention = self._describe(frame, call.shape, self.streams.of(query), call=call)
+        changed = self._told(frame, attention, output).transpose(1, 2).reshape(out.shape)
         return (changed, *rest) if self.changes else result
 
     def _may_skip_weights(self, call: Call, kwargs: dict[str, Any]) -> bool:
@@ -465,7 +454,9 @@ class Senses:
                 call = note.about(weights[..., 0, 0])
                 attention = self._describe(frame, call.shape, note.stream, call=call, output=note.output)
             else:
-                attention = self._describe(frame, tuple(weights.shape), note.stream, weights=weights, output=note.output)
+                attention = self._describe(
+                    frame, tuple(weights.shape), note.stream, weights=weights, output=note.output
+                )
                 attention.values = note.values
             self._find_projection(attention, frame)
             self.see(attention)

@@ -14,7 +14,9 @@ from regard.masks import Causal, Documents, Keep, Padding, Window
 from regard.positions import Alibi
 
 
-def tensors(n: int = 5, m: int = 7, *, e: int = 4, h: int = 6, g: int = 2) -> tuple[torch.Tensor, ...]:
+def tensors(
+    n: int = 5, m: int = 7, *, e: int = 4, h: int = 6, g: int = 2 if fused.GROUPS_ON_CPU else 6
+) -> tuple[torch.Tensor, ...]:
     return torch.randn(2, h, n, 4), torch.randn(2, g, m, 4), torch.randn(2, g, m, e)
 
 

@@ -217,7 +217,7 @@ class Senses:
         given = args[1:] if inplace else args
         call = from_varlen(*given, **{n: x for n, x in kwargs.items() if n != "out"})
         result = func(*args, **kwargs)
-        out = kwargs.get("out", args[0] if args else None) if inplace else result[0]  # (N, H, E)
+        out: Tensor = (kwargs["out"] if "out" in kwargs else args[0]) if inplace else result[0]  # (N, H, E)
         attention = self._describe(frame, call.shape, self.streams.of(given), call=call)
         told = self._told(frame, attention, out.transpose(0, 1)[None])[0].transpose(0, 1)
         if not self.changes:

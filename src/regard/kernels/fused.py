@@ -27,6 +27,7 @@ name = "fused"
 DENSE_LIMIT = 2**24  # elements that may be made dense
 SURVEY_FROM = 2**20  # from this many pairs on, look how much of them is hidden
 FEW_QUERIES_KEYS = 2**25  # numbers of keys that are made float32 at once, where that is the quicker way
+GROUPS_ON_CPU = torch.__version__ >= "2.13"  # torch 2.8 is silently wrong there with fewer kv heads than query heads
 MOSTLY_HIDDEN = 0.5  # and leave it to a kernel that skips what is hidden where less than this is visible
 
 
@@ -45,6 +46,8 @@ def why_not(call: Call) -> str | None:
         return "it multiplies the mask's -inf by the scale, which must be positive"
     if not (batch and heads and n and m and call.q.shape[3]):
         return "a size is zero"
+    if call.q.is_cpu and call.k.shape[1] != heads and not GROUPS_ON_CPU:
+        return f"torch {torch.__version__} wants as many kv heads as query heads on a CPU"
     if call.q.device.type == "meta":
         return "the meta device has no fused attention"
     if not torch.compiler.is_compiling() and in_torch_func():

@@ -58,7 +58,7 @@ def swap(model: Model, split: bool = False) -> Model:
             module.__class__ = SwappedAttention  # the same object: parameters, hooks and whoever shares it stay
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder) and any(
-            isinstance(module, SwappedAttention | SplitAttention) for module in encoder.modules()
+            isinstance(module, (SwappedAttention, SplitAttention)) for module in encoder.modules()
         ):
             encoder.use_nested_tensor = False
     return model

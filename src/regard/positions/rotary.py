@@ -548,7 +548,7 @@ class Rotary(nn.Module):
         if isinstance(positions, Tensor):
             self._check_positions(positions, x)
             cos, sin = self._cos_sin(positions.to(x.device), length, dtype)
-        elif isinstance(positions, int | torch.SymInt) and not isinstance(positions, bool):
+        elif isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
             cos, sin = self._cos_sin_from(positions, x, length, dtype)
             if cos.shape[-1] == self.width:  # both halves of the pairs
                 wide = x if x.dtype == dtype else x.to(dtype)

@@ -198,17 +198,18 @@ def assert_accurate(case: Case, ours: list[Tensor], what: str, lse: bool = False
         )
 
 
-TYPICAL = 0.02  # roundings of the terms summed: errors of sums have either sign, and so do not add up
+TYPICAL = 1.0  # rounding of the terms summed, over the root of their number: errors of either sign do not add up
 
 
 def assert_typically_accurate(case: Case, ours: list[Tensor], what: str) -> None:
     """The same for the root of the mean square, which does not hang on a single number: for larger cases."""
+    few = min(case.q.shape[2], case.k.shape[2])  # terms, of the shortest of the sums
     every = zip(ours, case.with_gradients(plain(case)), exact(case), terms(case), strict=True)
     for i, (mine, peer, right, size) in enumerate(every):
         if right.numel() < 100:  # (the sinks: a few numbers are luck)
             continue
         error, theirs, summed = (x.square().mean().sqrt().item() for x in (mine - right, peer - right, size))
-        allowed = max(2 * theirs, TYPICAL * torch.finfo(mine.dtype).eps * summed)
+        allowed = max(2 * theirs, TYPICAL * few**-0.5 * torch.finfo(mine.dtype).eps * summed)
         assert error <= allowed, f"{what}: {i} is off by {error:.3g}, plain PyTorch by {theirs:.3g}"
 
 

@@ -156,7 +156,7 @@ def test_typical_errors(n: int, m: int, d: int, dtype: torch.dtype, instruction_
     """No luck with a single number: output and gradients as a whole."""
     generator = torch.Generator().manual_seed(n)
     q, k, v = (torch.randn(2, 4, x, d, generator=generator) for x in (n, m, m))
-    for options in ({}, {"mask": Causal()}, {"softcap": 2.0, "sinks": torch.randn(4)}):
+    for options in ({}, {"mask": Causal()}, {"softcap": 2.0, "sinks": torch.randn(4, generator=generator)}):
         case = Case(q, k, v, options).to(dtype, "transposed")
         assert_typically_accurate(case, case.with_gradients(case.attend("native")), f"{options}")
 

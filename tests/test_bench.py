@@ -78,6 +78,7 @@ def test_as_json():
     assert all(row["sent"] == row["formula"] and row["seconds"] > 0 for row in found["rows"])
 
 
+@pytest.mark.slow
 def test_four_processes_and_a_table():
     result = torchrun(4, "--heads", "4")
     assert result.returncode == 0, result.stderr

@@ -84,6 +84,7 @@ def test_embed_gives_vectors_as_json_and_as_a_file(tmp_path):
     torch.testing.assert_close(load_file(tmp_path / "v.safetensors")["embeddings"], vectors)
 
 
+@pytest.mark.slow
 def test_generate_writes_what_the_library_writes():
     model = models.load("smollm2")
     wanted = model.generate("The capital of France is", 7)
@@ -228,6 +229,7 @@ def test_heads_follows_a_treebank(tmp_path):
     assert "nsubj" in out
 
 
+@pytest.mark.slow
 def test_ablate_ranks_heads_and_leaves_some_out():
     lines = run("ablate", "The cat sat on the mat.", "-m", "minilm", "--top", "3").splitlines()
     assert len(lines) == 5

@@ -103,6 +103,7 @@ def test_induction(tmp_path) -> None:
 
 
 @WITH["minilm"]
+@pytest.mark.slow
 def test_prune(tmp_path) -> None:
     out = run(tmp_path, "prune.py", "--count", "12", "--file", "small.safetensors")
     listed = re.findall(r"^  blocks\.\d\.attention: ([\d, ]+)$", out, re.MULTILINE)
@@ -123,6 +124,7 @@ def test_prune(tmp_path) -> None:
 
 
 @pytest.mark.usefixtures("matplotlib")
+@pytest.mark.slow
 def test_training(tmp_path) -> None:
     out = run(tmp_path, "training.py", "--steps", "400", "--figure", "heads.png")
     looks = re.findall(r"^ +(\d+) +(\d\.\d\d)  ((?:0\.\d\d +){7}0\.\d\d)$", out, re.MULTILINE)
@@ -141,6 +143,7 @@ def test_training(tmp_path) -> None:
 
 
 @pytest.mark.usefixtures("matplotlib")
+@pytest.mark.slow
 def test_why_many_heads(tmp_path) -> None:
     out = run(tmp_path, "why_many_heads.py", "--steps", "160", "--seeds", "1")
     few, one = numbers(r"one head +(\S+) parameters +(\S+)% of the answers right", out)
@@ -157,6 +160,7 @@ def test_why_many_heads(tmp_path) -> None:
 
 @WITH["minilm"]
 @pytest.mark.usefixtures("matplotlib")
+@pytest.mark.slow
 def test_if_one_head_fails(tmp_path) -> None:
     out = run(tmp_path, "if_one_head_fails.py", "--every", "24", "--draws", "1")
     whole, none = numbers(r"all 72 heads find (\S+)% of the paraphrases, no head at all (\S+)%", out)
@@ -173,6 +177,7 @@ def test_if_one_head_fails(tmp_path) -> None:
     "processes, options",
     [(2, ()), (4, ("--method", "both"))],
 )
+@pytest.mark.slow
 def test_distributed(tmp_path, processes, options) -> None:
     out = run(tmp_path, "distributed.py", "--steps", "3", *options, processes=processes)
     assert out.splitlines()[0] == f"{options[-1] if options else 'ring'}, {processes} processes"

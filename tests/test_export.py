@@ -83,7 +83,7 @@ def export(model: nn.Module, inputs: tuple[Tensor, ...], *, strict: bool = False
     return torch.export.export(model, inputs, dynamic_shapes=dynamic(len(inputs) > 1), strict=strict)
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["plain trace", "strict"])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain trace", "strict"])
 @every_model
 def test_an_exported_layer_gives_the_same_at_other_sizes(name: str, padded: bool, strict: bool) -> None:
     layer = model(name)
@@ -174,10 +174,12 @@ def assert_the_same_in_onnx(model: nn.Module, traced: tuple[Tensor, ...], inputs
 
 
 @every_model
+@pytest.mark.slow
 def test_the_onnx_file_gives_the_same(name: str, padded: bool) -> None:
     assert_the_same_in_onnx(model(name), example(*TRACED, padded), [example(*size, padded) for size in OTHERS])
 
 
+@pytest.mark.slow
 def test_the_reference_exports_whatever_the_layer_does() -> None:
     layer = model("softcap and sinks", kernel="reference")
     assert_the_same_in_onnx(layer, example(*TRACED, True), [example(*size, True) for size in OTHERS])

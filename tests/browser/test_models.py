@@ -81,6 +81,7 @@ def test_encoder_and_decoder(look: Callable[..., Look], folder: Path, make: Call
     assert tab.texts(".layer h3")[2].startswith("2 · cross")
 
 
+@pytest.mark.slow
 def test_generated_text(look: Callable[..., Look], folder: Path) -> None:
     """A decoder that writes on: prompt and what came after are one map, and nobody looks ahead."""
     if EMBEDDED["smollm2"].installed() is None:

@@ -119,7 +119,9 @@ def of_layer(both: DeviceMesh, method: str) -> dict[str, float]:
     return within(1e-12, apart(found(whole, None, module, inputs), alone(case)))
 
 
-@pytest.mark.parametrize("size, cases", [(2, 30), (3, 15), pytest.param(4, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size, cases", [(2, 30), pytest.param(3, 15, marks=pytest.mark.slow), pytest.param(4, 20, marks=pytest.mark.slow)]
+)
 def test_models_over_processes_give_what_one_process_gives(size: int, cases: int) -> None:
     report(together.run(models, size, size), least=cases)
 
@@ -242,7 +244,9 @@ def fsdp_sequence(name: str, right: list[float]) -> dict[str, float]:
     return differences(ours, right[:5])
 
 
-@pytest.mark.parametrize("size, cases", [(2, 3), (3, 1), pytest.param(4, 5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size, cases", [(2, 3), pytest.param(3, 1, marks=pytest.mark.slow), pytest.param(4, 5, marks=pytest.mark.slow)]
+)
 def test_training_goes_as_on_one_process(size: int, cases: int) -> None:
     report(together.run(training, size, size), least=cases)
 

@@ -162,6 +162,8 @@ def unchecked(mesh: DeviceMesh) -> dict[str, float]:
     return within(1e-12, apart(found(out, None, module, inputs), alone(case)))
 
 
-@pytest.mark.parametrize("size, cases", [(2, 85), (3, 60), pytest.param(4, 40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size, cases", [(2, 85), pytest.param(3, 60, marks=pytest.mark.slow), pytest.param(4, 40, marks=pytest.mark.slow)]
+)
 def test_heads_over_processes_give_what_one_process_gives(size: int, cases: int) -> None:
     report(together.run(each, size, size), least=cases)

@@ -175,6 +175,8 @@ def by_hand(case: Case, mesh: DeviceMesh, method: str, lengths: tuple[int, ...])
     return within(LIMITS[case.dtype], apart(ours, {**expected, "whole": right["output"]}))
 
 
-@pytest.mark.parametrize("size, cases", [(2, 265), (3, 205), pytest.param(4, 95, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size, cases", [(2, 265), pytest.param(3, 205, marks=pytest.mark.slow), pytest.param(4, 95, marks=pytest.mark.slow)]
+)
 def test_parts_of_a_sequence_give_what_the_whole_gives(size: int, cases: int) -> None:
     report(together.run(each, size, size), least=cases)

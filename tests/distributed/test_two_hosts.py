@@ -136,6 +136,7 @@ def _sent(interface: str) -> int:
     return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
 
 
+@pytest.mark.slow
 def test_two_hosts_compute_what_one_process_does(cable: Cable) -> None:
     hosts = cable.hosts(2)
     interfaces, store = [host.interface for host in hosts], f"tcp://{cable.address}:29511"
@@ -165,6 +166,7 @@ def ringing(rank: int, folder: str) -> None:
         assert time.monotonic() - begun < 60.0, "nothing was cut"
 
 
+@pytest.mark.slow
 def test_a_cut_cable_is_an_error_on_every_rank_within_the_timeout(cable: Cable, tmp_path: Path) -> None:
     cuts = []
 

@@ -113,7 +113,7 @@ def each(rank: int, size: int) -> dict[str, float]:
     return found
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 def test_the_record_is_that_of_one_process(size: int) -> None:
     for rank, found in enumerate(together.run(each, size, size)):
         wrong = {name: error for name, error in found.items() if not error < 1e-11}

@@ -45,7 +45,11 @@ def treebank_of(folder: Path, count: int, seed: int = 0, longest: int = 11) -> P
     for _ in range(count):
         n = draw.randint(3, longest)
         root = draw.randrange(n)
-        heads = [None if i == root else draw.choice([j for j in range(n) if j != i]) for i in range(n)]
+        heads: list[int | None] = [None] * n
+        attached = [root]
+        for i in draw.sample([j for j in range(n) if j != root], n - 1):  # a tree: each depends on one that is in it
+            heads[i] = draw.choice(attached)
+            attached.append(i)
         relations = ["root" if head is None else draw.choice(RELATIONS) for head in heads]
         text += rows(draw.choices(WORDS, k=n), heads, relations)
     path = folder / "random.conllu"

@@ -8,6 +8,7 @@ import io
 import pickle
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -172,10 +173,15 @@ def test_two_watches_in_two_tasks() -> None:
     async def main() -> list[Any]:
         return await asyncio.gather(look(models[0], [x]), look(models[1], [x, y, y]))
 
-    with torch.no_grad():  # (of the thread: tasks that end out of order would leave it on)
-        short, long = asyncio.run(main())
+    def in_a_thread() -> list[Any]:  # (this one may have an event loop of somebody else's)
+        with torch.no_grad():
+            found = asyncio.run(main())
+        assert not torch.overrides._get_current_function_mode_stack()
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        short, long = pool.submit(in_a_thread).result()
     assert (short["layer"].texts, long["layer"].texts) == (1, 3)
-    assert not torch.overrides._get_current_function_mode_stack()
 
 
 def test_other_modes_stay_when_a_watch_ends_before_them() -> None:

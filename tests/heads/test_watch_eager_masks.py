@@ -157,7 +157,8 @@ def test_functions_of_a_module_s_own(function: Any) -> None:
     with regard.watch(model, measures=wanted(), keep="qk") as seen, torch.no_grad():
         _, weights = model(x, planes()["boolean"])
     close(seen[0].weights(), weights, function.__name__)
-    agree(seen[0], Oracle(weights))
+    if function is not turned:  # (where what is hidden is turned round, no mask says what is padding)
+        agree(seen[0], Oracle(weights))
 
 
 def test_what_is_not_read_is_named() -> None:

@@ -75,13 +75,13 @@ def test_minilm_on_a_padded_batch(minilm: Any, whose: str) -> None:
             ours(ids, keep=keep)
         for layer, weights in zip(seen, maps, strict=True):
             sums = ("received", "offsets", "heatmap", "divergence")
-            agree(layer, Oracle(weights, ids=ids), rows=keep, without=sums)
+            agree(layer, Oracle(weights, ids=ids), rows=keep, without=sums, atol=3e-5)
     else:
         check(theirs, ids, maps, atol=1e-5, rows=keep, attention_mask=keep.long())
 
 
 @needs("smollm2")
-@pytest.mark.parametrize("whose", ["regard", "transformers"])
+@pytest.mark.parametrize("whose", ["regard", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_smollm2(smollm2: Any, whose: str) -> None:
     """(Thirty layers of float32 differ by rounding between two implementations: both are held to the same maps.)"""
     ours, theirs = smollm2

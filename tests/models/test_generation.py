@@ -169,6 +169,7 @@ def test_several_texts_are_each_alone(kind: str) -> None:
     assert model.generate(TEXTS, 29) == [model.generate(text, 29) for text in TEXTS]
 
 
+@pytest.mark.slow
 def test_several_texts_of_smollm2_are_each_alone(smollm2: Decoder) -> None:
     texts = ["The sky is", "One, two, three, four, five, six,", "Paris"]
     assert smollm2.generate(texts, 5) == [smollm2.generate(text, 5) for text in texts]
@@ -827,6 +828,7 @@ def perplexities(model: Decoder, ids: Tensor, keep_first: int, chunk: int = 64) 
     return losses
 
 
+@pytest.mark.slow
 def test_smollm2_reads_on_and_on_with_its_first_tokens_kept(smollm2: Decoder) -> None:
     """Streaming with attention sinks (Xiao et al. 2023): without the first tokens it falls apart."""
     ids = smollm2.encode(pydoc_data.topics.topics["execmodel"])[:, :1472]

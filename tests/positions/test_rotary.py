@@ -504,7 +504,11 @@ def fresh_compiler():
 
 
 @pytest.mark.parametrize(
-    "scaling, dynamic", [*((scaling, None) for scaling in SCALINGS.values()), (SCALINGS["llama3"], True)]
+    "scaling, dynamic",
+    [
+        (SCALINGS["llama3"], True),
+        *(pytest.param(scaling, None, marks=pytest.mark.slow) for scaling in SCALINGS.values()),
+    ],
 )
 def test_compiles_as_one_graph(fresh_compiler, scaling, dynamic):
     rotary = Rotary(D, scaling=scaling)
@@ -533,7 +537,7 @@ def test_compiling_leaves_no_table(fresh_compiler):
 
 
 @each_scaling
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exports_for_any_number_of_tokens(scaling, strict):
     rotary = Rotary(D, scaling=scaling)
     tokens = torch.export.Dim("tokens", min=2, max=TRAINED)

@@ -222,6 +222,8 @@ def _without_padding(record: Record, item: int, target: int) -> list[tuple[range
         side = number >= target, text.queries
         if layer.kind == "self":
             own[side] = rows
+        elif text.key_padding is None:  # what cross attention looks at is known by the layers that made it
+            cols = own.get((False, text.total), cols)
         found.append((own.get(side, rows), cols))
     return found
 

@@ -68,8 +68,8 @@ def terminal(
     layer 0, head 1: MultiHeadAttention
     self attention, 3 tokens
     <BLANKLINE>
-    head  role   score  equal  entropy  distance
-       1  broad   0.60   0.60     0.60      0.50
+    head  entropy  distance  peak  offset  previous
+       1     0.60      0.50  0.61   -0.50      0.28
     <BLANKLINE>
     A row is a token that looks, a column one that
     it looks at; a row sums to 1.

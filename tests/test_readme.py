@@ -42,7 +42,9 @@ def test_its_links_lead_somewhere() -> None:
         assert (README.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("page, processes", [("README.md", 2), ("docs/scaling.md", 4)])
+@pytest.mark.parametrize(
+    "page, processes", [("README.md", 2), pytest.param("docs/scaling.md", 4, marks=pytest.mark.slow)]
+)
 def test_the_blocks_for_several_processes_run(page: str, processes: int, tmp_path: Path) -> None:
     blocks = BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))
     program = "\n".join(text for language, text in blocks if language == "python torchrun")

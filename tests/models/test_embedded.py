@@ -196,6 +196,7 @@ def test_smollm2_has_the_logits_of_transformers(smollm2, their_smollm2):
 
 
 @WITH_SMOLLM2
+@pytest.mark.slow
 def test_smollm2_writes_what_transformers_writes_one_text_at_a_time(smollm2, their_tokens):
     assert smollm2.generate(PROMPTS[1], NEW) == smollm2.decode(their_tokens[1])
     for prompt, tokens in zip(PROMPTS[2:5], their_tokens[2:5], strict=True):
@@ -208,6 +209,7 @@ def test_smollm2_writes_what_transformers_writes_all_texts_together(smollm2, the
 
 
 @WITH_SMOLLM2
+@pytest.mark.slow
 def test_without_a_cache_each_step_of_smollm2_would_choose_the_same_token(smollm2, their_tokens):
     """One pass over the prompt and what follows: at each token, the likeliest next one is the one that came."""
     for prompt, tokens in zip(PROMPTS, their_tokens, strict=True):

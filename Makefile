@@ -31,7 +31,7 @@ MAKEFLAGS += --no-builtin-rules
 help:
 	@echo "make look      show what the heads of a real model attend to    (SENTENCE=\"...\")"
 	@echo "make test      run the tests                                    (ARGS=\"-k causal -x\", WORKERS=2)"
-	@echo "make test-all  the same, and the slow ones that repeat what quicker ones show"
+	@echo "make test-all  the same, and those that take seconds each"
 	@echo "make test-levels  the numerical tests again, as on CPUs with fewer instructions"
 	@echo "make fuzz      random examples, new ones in every round         (MINUTES=10)"
 	@echo "make lint      check style, formatting, import order of rooms, types"

@@ -52,6 +52,7 @@ def test_kernels_as_a_table():
     assert len([line for line in out.splitlines() if line.startswith(("forward", "with backward"))]) == 6
 
 
+@pytest.mark.slow
 def test_what_two_processes_send_is_what_the_formulas_say_and_results_are_those_of_one():
     for rows in together.run(measured, 2, {"heads": 4, "kv_heads": 2}):
         assert list(rows) == ["one process", "heads", "ring", "ring, balanced", "alltoall"]

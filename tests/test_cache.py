@@ -690,6 +690,7 @@ def test_a_cache_that_is_filled_once_is_not_for_self_attention() -> None:
         layer(x[:, 3:], mask=Causal(), cache=cache)
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_takes_caches() -> None:
     layer, x = new_layer(), text(5)
     compiled = torch.compile(layer, backend="eager", fullgraph=True)

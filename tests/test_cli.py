@@ -94,6 +94,7 @@ def test_generate_writes_what_the_library_writes():
     assert run("generate", "The capital of France is", "-n", "7", "--window", "64") == wanted + "\n"
 
 
+@pytest.mark.slow
 def test_generate_draws_the_same_for_a_seed():
     arguments = ("generate", "Once", "-n", "5", "-t", "1.0", "--top-k", "50", "--top-p", "0.9", "--seed", "3")
     assert run(*arguments) == run(*arguments)
@@ -240,6 +241,7 @@ def test_ablate_ranks_heads_and_leaves_some_out():
     assert "|" in out
 
 
+@pytest.mark.slow
 def test_ablate_says_how_heads_were_judged():
     text = "The cat sat on the mat."
     lines = run("ablate", text, "-m", "minilm", "--quick", "--top", "3").splitlines()

@@ -71,6 +71,7 @@ def test_look(tmp_path) -> None:
 
 
 @WITH["minilm"]
+@pytest.mark.slow
 def test_own_model(tmp_path) -> None:
     pytest.importorskip("transformers", reason="transformers, whose models these are, is not installed")
     out = run(tmp_path, "own_model.py", "--html", "page.html")
@@ -79,6 +80,7 @@ def test_own_model(tmp_path) -> None:
 
 
 @WITH["smollm2"]
+@pytest.mark.slow
 def test_induction(tmp_path) -> None:
     out = run(tmp_path, "induction.py", "--texts", "1", "--draws", "1", "--length", "25")
     found = re.findall(r"^  (blocks\.\d+\.attention \d)  (\d\.\d+)  (\d\.\d+)$", out, re.MULTILINE)

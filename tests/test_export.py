@@ -185,6 +185,7 @@ def test_the_reference_exports_whatever_the_layer_does() -> None:
     assert_the_same_in_onnx(layer, example(*TRACED, True), [example(*size, True) for size in OTHERS])
 
 
+@pytest.mark.slow
 def test_a_program_that_was_exported_first_becomes_an_onnx_file() -> None:
     runtime = pytest.importorskip("onnxruntime")
     layer = model("softcap and sinks")
@@ -198,6 +199,7 @@ def test_a_program_that_was_exported_first_becomes_an_onnx_file() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.slow
 def test_a_row_that_may_see_nothing_is_zero_in_onnx(kernel: str) -> None:
     layer = Model(kernel=kernel, bias=False).eval()
     (x,) = example(2, 13)
@@ -207,6 +209,7 @@ def test_a_row_that_may_see_nothing_is_zero_in_onnx(kernel: str) -> None:
     assert torch.equal(out[1], torch.zeros_like(out[1]))
 
 
+@pytest.mark.slow
 def test_a_window_wider_than_the_example_still_hides_in_onnx() -> None:
     layer = Model(mask=masks.Window(before=5, after=5)).eval()
     assert_the_same_in_onnx(layer, example(3, 5), [example(3, 5), example(2, 17)])

@@ -484,7 +484,7 @@ def test_blocks_refuse() -> None:
 # Compiled
 
 
-@pytest.mark.parametrize("name", ["plain", "everything"])
+@pytest.mark.parametrize("name", [pytest.param("plain", marks=pytest.mark.slow), "everything"])
 def test_it_compiles_to_one_graph_for_any_length(name: str) -> None:
     torch._dynamo.reset()
     layer = new(name)

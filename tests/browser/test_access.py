@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from browser.pages import VIEWS, Look, Written
 
+pytestmark = pytest.mark.slow
+
 # roles of what one can act on, as the browser tells them to a screen reader
 ACTIVE = {"application", "button", "checkbox", "combobox", "link", "searchbox", "slider", "spinbutton", "textbox", "Canvas"}  # fmt: skip
 

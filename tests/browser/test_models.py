@@ -51,6 +51,7 @@ def t5() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("make", [bart, t5])
+@pytest.mark.slow
 def test_encoder_and_decoder(look: Callable[..., Look], folder: Path, make: Callable[[], Any]) -> None:
     """Self and cross attention, each with the tokens of its side."""
     torch.manual_seed(0)
@@ -189,6 +190,7 @@ def test_marks_alone(look: Callable[..., Look], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("layers, heads", [(24, 16), (3, 40)])
+@pytest.mark.slow
 def test_many_heads(look: Callable[..., Look], folder: Path, layers: int, heads: int) -> None:
     page = write(folder / f"many{heads}.html", stack(layers, heads, 6, 2 * heads), list("abcdef"))
     tab = look(page)

@@ -12,6 +12,8 @@ from browser.pages import VIEWS, Look, Written, some_cells
 
 from regard.draw.page import notebook
 
+pytestmark = pytest.mark.slow
+
 GLOBALS = "Object.getOwnPropertyNames(window).sort()"
 
 

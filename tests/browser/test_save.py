@@ -12,6 +12,8 @@ from xml.etree import ElementTree
 import pytest
 from browser.pages import VIEWS, Look, Written, plain
 
+pytestmark = pytest.mark.slow
+
 NAMES = {"head": "-2.5", "compare": "-2.5"}
 HASH = "#view={}&layer=2&head=5"
 

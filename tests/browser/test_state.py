@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 from browser.pages import VIEWS, Look, Written
 
+pytestmark = pytest.mark.slow
+
 # everything of the page that can be seen, but for what a pointer brings about
 SEEN = """() => {
     const pictures = [...document.querySelectorAll('main canvas')].map(c => c.toDataURL());

@@ -247,6 +247,7 @@ def fsdp_sequence(name: str, right: list[float]) -> dict[str, float]:
 @pytest.mark.parametrize(
     "size, cases", [(2, 3), pytest.param(3, 1, marks=pytest.mark.slow), pytest.param(4, 5, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_training_goes_as_on_one_process(size: int, cases: int) -> None:
     report(together.run(training, size, size), least=cases)
 

@@ -64,6 +64,7 @@ def steps(name: str, rank: int, size: int) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.slow
 def test_a_ring_sends_each_block_as_far_as_it_is_needed_and_no_further(size: int) -> None:
     tokens = 11 * size
     for rank, told in enumerate(together.run(sent, size, size, tokens)):

@@ -427,6 +427,7 @@ def test_minilm() -> None:
 
 
 @WITH["smollm2"]
+@pytest.mark.slow
 def test_smollm2() -> None:
     model = models.load("smollm2", check=False)
     right = watch_all(model, SENTENCES, progress=False)

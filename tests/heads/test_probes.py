@@ -141,6 +141,7 @@ def test_a_model_without_a_vocabulary() -> None:
 
 
 @WITH_SMOLLM2
+@pytest.mark.slow
 def test_induction_heads_of_smollm2() -> None:
     """The two that match best, of 270: elsewhere 0.94 and 0.81 were found; by the defaults it is 0.90 and 0.77."""
     model = models.load("smollm2", check=False)

@@ -81,7 +81,8 @@ def test_minilm_on_a_padded_batch(minilm: Any, whose: str) -> None:
 
 
 @needs("smollm2")
-@pytest.mark.parametrize("whose", ["regard", pytest.param("transformers", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("whose", ["regard", "transformers"])
+@pytest.mark.slow
 def test_smollm2(smollm2: Any, whose: str) -> None:
     """(Thirty layers of float32 differ by rounding between two implementations: both are held to the same maps.)"""
     ours, theirs = smollm2
@@ -90,6 +91,7 @@ def test_smollm2(smollm2: Any, whose: str) -> None:
 
 
 @needs("smollm2")
+@pytest.mark.slow
 def test_smollm2_writing(smollm2: Any) -> None:
     """The map of what it wrote, token by token from its cache, is that of one forward over all of it."""
     ours, _ = smollm2

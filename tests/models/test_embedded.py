@@ -178,6 +178,7 @@ def test_smollm2_is_what_it_says(smollm2):
 
 
 @WITH_SMOLLM2
+@pytest.mark.slow
 def test_smollm2_has_the_weights_of_transformers(smollm2, their_smollm2):
     theirs = their_smollm2.state_dict()
     for mine, other in (("embedding.tokens", "model.embed_tokens"), ("norm", "model.norm"),
@@ -204,6 +205,7 @@ def test_smollm2_writes_what_transformers_writes_one_text_at_a_time(smollm2, the
 
 
 @WITH_SMOLLM2
+@pytest.mark.slow
 def test_smollm2_writes_what_transformers_writes_all_texts_together(smollm2, their_tokens):
     assert smollm2.generate(PROMPTS, NEW) == [smollm2.decode(tokens) for tokens in their_tokens]
 

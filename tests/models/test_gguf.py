@@ -532,6 +532,7 @@ def smollm2() -> Path:
     return folder / EMBEDDED["smollm2"].path
 
 
+@pytest.mark.slow
 def test_header_of_smollm2() -> None:
     assert_same_header(smollm2())
 

@@ -409,6 +409,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: repr(text[:20]))
+@pytest.mark.slow
 def test_smollm2_as_transformers(ours: Any, theirs: Any, text: str) -> None:
     ids = ours.encode(text).ids
     assert ids == theirs(text)["input_ids"]

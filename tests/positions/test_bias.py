@@ -290,6 +290,7 @@ LONG = """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is not here")
+@pytest.mark.slow
 def test_twelve_heads_at_32768_tokens_fit_in_memory() -> None:
     """A dense bias would be 12 * 32768 * 32768 * 4 bytes = 51 GB, and a quarter of it for the second."""
     source = Path(regard.__file__).parents[1]

@@ -190,6 +190,7 @@ def test_distributed(tmp_path, processes, options) -> None:
     assert numbers(r"its logits differ by (\S+) at most", out) < (1e-4,)
 
 
+@pytest.mark.slow
 def test_without_matplotlib_there_is_no_figure_and_it_is_said(tmp_path) -> None:
     (tmp_path / "matplotlib.py").write_text("raise ImportError")
     out = run(tmp_path, "why_many_heads.py", "--steps", "0", "--seeds", "1", PYTHONPATH=str(tmp_path))

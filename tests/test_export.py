@@ -83,8 +83,9 @@ def export(model: nn.Module, inputs: tuple[Tensor, ...], *, strict: bool = False
     return torch.export.export(model, inputs, dynamic_shapes=dynamic(len(inputs) > 1), strict=strict)
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain trace", "strict"])
+@pytest.mark.parametrize("strict", [False, True], ids=["plain trace", "strict"])
 @every_model
+@pytest.mark.slow
 def test_an_exported_layer_gives_the_same_at_other_sizes(name: str, padded: bool, strict: bool) -> None:
     layer = model(name)
     program = export(layer, example(*TRACED, padded), strict=strict).module()

@@ -328,7 +328,7 @@ print(peak() - before)
 @pytest.mark.parametrize(
     "n, groups, mask, more, limit",
     [
-        (32768, 4, "masks.Causal() & masks.Window(100)", [], 0.4),
+        pytest.param(32768, 4, "masks.Causal() & masks.Window(100)", [], 0.4, marks=pytest.mark.slow),
         (3001, 4, "masks.Causal()", [], 0.15),
         (1009, 12, "None", ["divergence"], 0.15),
     ],

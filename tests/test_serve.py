@@ -1047,6 +1047,7 @@ def slow_client(port: int, end: threading.Event) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+@pytest.mark.slow
 def test_it_keeps_serving_whatever_is_sent_in_bounded_memory_and_ends_cleanly(tmp_path):
     with process(tmp_path) as server:
         statuses: Counter[int] = Counter()

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from browser.pages import Look, Written, stack, write
 
+pytestmark = pytest.mark.slow
+
 # the longest time between two frames of the screen, while something moves
 FRAMES = """(act) => new Promise((done) => {
     const times = [];

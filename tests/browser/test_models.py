@@ -13,6 +13,8 @@ from browser.pages import TEXT, VIEWS, Look, Written, some_cells, stack, write
 import regard
 from regard.models import EMBEDDED
 
+pytestmark = pytest.mark.slow
+
 SOURCE = ["the", "source", "has", "eleven", "tokens", "in", "it", ",", "or", "does", "it"]
 TARGET = ["le", "but", "en", "a", "sept", ",", "oui"]
 
@@ -51,7 +53,6 @@ def t5() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("make", [bart, t5])
-@pytest.mark.slow
 def test_encoder_and_decoder(look: Callable[..., Look], folder: Path, make: Callable[[], Any]) -> None:
     """Self and cross attention, each with the tokens of its side."""
     torch.manual_seed(0)
@@ -82,7 +83,6 @@ def test_encoder_and_decoder(look: Callable[..., Look], folder: Path, make: Call
     assert tab.texts(".layer h3")[2].startswith("2 · cross")
 
 
-@pytest.mark.slow
 def test_generated_text(look: Callable[..., Look], folder: Path) -> None:
     """A decoder that writes on: prompt and what came after are one map, and nobody looks ahead."""
     if EMBEDDED["smollm2"].installed() is None:
@@ -190,7 +190,6 @@ def test_marks_alone(look: Callable[..., Look], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("layers, heads", [(24, 16), (3, 40)])
-@pytest.mark.slow
 def test_many_heads(look: Callable[..., Look], folder: Path, layers: int, heads: int) -> None:
     page = write(folder / f"many{heads}.html", stack(layers, heads, 6, 2 * heads), list("abcdef"))
     tab = look(page)

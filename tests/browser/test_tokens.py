@@ -9,6 +9,8 @@ from xml.etree import ElementTree
 import pytest
 from browser.pages import VIEWS, Look, Written, plain, stack, write
 
+pytestmark = pytest.mark.slow
+
 HOSTILE = [
     "</script><img src=x onerror=alert(1)>", "<!--", "-->", "<script>alert(2)</script>", "]]>", "<svg onload=alert(3)>",
     "javascript:alert(4)", "${alert(5)}", "&lt;b&gt;", "\"'`", "=1+1", "שלום עולם", "مرحبا", "注意機構", "👩‍👩‍👧‍👦🏳️‍🌈",

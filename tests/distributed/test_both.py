@@ -119,9 +119,8 @@ def of_layer(both: DeviceMesh, method: str) -> dict[str, float]:
     return within(1e-12, apart(found(whole, None, module, inputs), alone(case)))
 
 
-@pytest.mark.parametrize(
-    "size, cases", [(2, 30), pytest.param(3, 15, marks=pytest.mark.slow), pytest.param(4, 20, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("size, cases", [(2, 30), (3, 15), (4, 20)])
+@pytest.mark.slow
 def test_models_over_processes_give_what_one_process_gives(size: int, cases: int) -> None:
     report(together.run(models, size, size), least=cases)
 
@@ -244,9 +243,7 @@ def fsdp_sequence(name: str, right: list[float]) -> dict[str, float]:
     return differences(ours, right[:5])
 
 
-@pytest.mark.parametrize(
-    "size, cases", [(2, 3), pytest.param(3, 1, marks=pytest.mark.slow), pytest.param(4, 5, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("size, cases", [(2, 3), (3, 1), (4, 5)])
 @pytest.mark.slow
 def test_training_goes_as_on_one_process(size: int, cases: int) -> None:
     report(together.run(training, size, size), least=cases)
@@ -290,6 +287,7 @@ def _spread(model: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # (on one process, which is what is meant)
+@pytest.mark.slow
 def test_a_checkpoint_of_four_processes_loads_on_two_and_on_one(tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     together.run(saved, 4, folder)

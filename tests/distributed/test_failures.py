@@ -423,6 +423,7 @@ def dying(rank: int, method: str, when: str, how: str) -> None:
         ("heads", "backward", "exit"),
     ],
 )
+@pytest.mark.slow
 def test_a_rank_that_dies_is_an_error_on_all_others(method: str, when: str, how: str) -> None:
     start = time.monotonic()
     with pytest.raises(together.Failed) as caught:

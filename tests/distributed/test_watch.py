@@ -142,6 +142,7 @@ def decode(rank: int, size: int) -> tuple[float, list[str]]:
     return apart(records[1], records[0]), words
 
 
+@pytest.mark.slow
 def test_decoding_with_a_cache_is_one_text_and_heads_are_not_changed() -> None:
     for error, words in together.run(decode, 2, 2):
         assert error < 1e-11

@@ -509,6 +509,7 @@ def test_threads(small: Record, tmp_path: Path) -> None:
     assert len({(tmp_path / f"{i}.svg").read_bytes() for i in range(3)}) == 1
 
 
+@pytest.mark.slow
 def test_matplotlib_comes_when_it_is_needed_and_pyplot_never() -> None:
     code = """
 import sys, torch, regard, regard.draw

@@ -505,11 +505,9 @@ def fresh_compiler():
 
 @pytest.mark.parametrize(
     "scaling, dynamic",
-    [
-        (SCALINGS["llama3"], True),
-        *(pytest.param(scaling, None, marks=pytest.mark.slow) for scaling in SCALINGS.values()),
-    ],
+    [*((scaling, None) for scaling in SCALINGS.values()), (SCALINGS["llama3"], True)],
 )
+@pytest.mark.slow
 def test_compiles_as_one_graph(fresh_compiler, scaling, dynamic):
     rotary = Rotary(D, scaling=scaling)
     compiled = torch.compile(rotary, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -524,6 +522,7 @@ def test_compiles_as_one_graph(fresh_compiler, scaling, dynamic):
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
+@pytest.mark.slow
 def test_compiles_with_inductor(fresh_compiler):
     rotary, x = Rotary(D, width=6), random(B, H, N, D)
     torch.testing.assert_close(torch.compile(rotary, fullgraph=True)(x, 3), rotary(x, 3))

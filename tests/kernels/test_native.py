@@ -36,9 +36,9 @@ loaded = library.load()
 SETS = [] if loaded is None else library.INSTRUCTION_SETS[1 : library.INSTRUCTION_SETS.index(loaded.best) + 1]
 
 
-@pytest.fixture(params=SETS)
+@pytest.fixture(params=[*(pytest.param(name, marks=pytest.mark.slow) for name in SETS[:-1]), *SETS[-1:]])
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each that this CPU has: the same source, compiled for it."""
+    """Each that this CPU has, the best one last: the same source, compiled for it."""
     monkeypatch.setattr(library, "instruction_set", library.INSTRUCTION_SETS.index(request.param))
     return request.param
 

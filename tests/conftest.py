@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +24,18 @@ settings.register_profile(
 )
 settings.register_profile("fuzz", settings.get_profile("repeatable"), derandomize=False, print_blob=True)
 settings.load_profile(os.environ.get("REGARD_HYPOTHESIS", "repeatable"))
+
+
+COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What torch's compiler keeps on disk does not say which instructions it was compiled for: each run has its own."""
+    os.environ[COMPILED] = tempfile.mkdtemp(prefix="regard-compiled-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(os.environ.pop(COMPILED, ""), ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

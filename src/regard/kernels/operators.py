@@ -163,7 +163,7 @@ def _tell_shapes(ops: _Operators) -> None:
 
 
 def _keep_whole_under_ci(operator: Any) -> None:
-    """Where the variable CI is set, inductor refuses to call an operator that has a decomposition, as ours has for ONNX.
+    """With the variable CI set, inductor refuses to call an operator that has a decomposition, as ours has for ONNX.
 
     That rule is meant for PyTorch's own operators and holds on every user's CI. It is passed by saying first that the
     operator is to be called; inductor, loaded only by those who compile, traces shapes before it asks.

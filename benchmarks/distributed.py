@@ -106,12 +106,25 @@ def run(method: str, ranks: int, options: argparse.Namespace) -> list[dict]:
         balance = str(method == "ring")  # so that all have the same to do
         workers = [
             subprocess.Popen(
-                [sys.executable, __file__, "--tokens", str(options.tokens), "--heads", str(options.heads), "--one",
-                 str(rank), str(ranks), f"{folder}/store", method, balance, f"{folder}/{rank}.json"],
+                [
+                    sys.executable,
+                    __file__,
+                    "--tokens",
+                    str(options.tokens),
+                    "--heads",
+                    str(options.heads),
+                    "--one",
+                    str(rank),
+                    str(ranks),
+                    f"{folder}/store",
+                    method,
+                    balance,
+                    f"{folder}/{rank}.json",
+                ],
                 env={**os.environ, "OMP_NUM_THREADS": threads, "PYTHONWARNINGS": "ignore", **EXACT},
             )
             for rank in range(ranks)
-        ]  # fmt: skip
+        ]
         if any(worker.wait() for worker in workers):
             raise SystemExit(f"{method} on {ranks} ranks failed")
         return [json.loads(Path(f"{folder}/{rank}.json").read_text()) for rank in range(ranks)]

@@ -19,7 +19,7 @@ from side_by_side import save, table
 from torch import Tensor
 
 from regard import models
-from regard.linear import project
+from regard.onednn import project
 
 CHUNK = 512
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 import regard
 from regard import doctor
-from regard.kernels import library
+from regard.kernels import native_library as library
 from regard.masks import Causal, Documents, Keep, Padding, Window
 
 Run = Callable[[], object]
@@ -215,10 +215,27 @@ def main() -> None:
                         theirs = min(times["SDPA"], times["SDPA apart"])
                         share = flops / times["regard"] / peak.flops(dtype)
                         name = f"{str(dtype)[6:]} D{width}{' causal' if causal else ''}"
-                        shown.append([name, f"{n:,}", f"{theirs * 1e3:.2f} ms", f"{theirs / times['regard']:.2f}",
-                                      f"{theirs / times['regard apart']:.2f}", f"{share:.0%}"])  # fmt: skip
-                        rows.append({"what": section, "dtype": str(dtype), "width": width, "causal": causal,
-                                     "tokens": n, "peak": share, **times})  # fmt: skip
+                        shown.append(
+                            [
+                                name,
+                                f"{n:,}",
+                                f"{theirs * 1e3:.2f} ms",
+                                f"{theirs / times['regard']:.2f}",
+                                f"{theirs / times['regard apart']:.2f}",
+                                f"{share:.0%}",
+                            ]
+                        )
+                        rows.append(
+                            {
+                                "what": section,
+                                "dtype": str(dtype),
+                                "width": width,
+                                "causal": causal,
+                                "tokens": n,
+                                "peak": share,
+                                **times,
+                            }
+                        )
                         print(*shown[-1], flush=True)
         print(f"\n{section}\n")
         print(table(["", "tokens", "SDPA", "SDPA / regard", "heads apart", "peak"], shown), "\n", flush=True)
@@ -236,11 +253,27 @@ def main() -> None:
                     continue
                 times = take_turns(decode(dtype, batch, keys, heads, groups, width, peak), seconds=seconds)
                 name = f"{str(dtype)[6:]} B{batch} {heads}/{groups} D{width}"
-                shown.append([name, f"{keys:,}", f"{times['SDPA'] * 1e3:.2f} ms",
-                              f"{times['SDPA'] / times['regard']:.2f}",
-                              f"{times['read'] / times['regard']:.0%}"])  # fmt: skip
-                rows.append({"what": "decode", "dtype": str(dtype), "batch": batch, "keys": keys, "heads": heads,
-                             "groups": groups, "width": width, **times})  # fmt: skip
+                shown.append(
+                    [
+                        name,
+                        f"{keys:,}",
+                        f"{times['SDPA'] * 1e3:.2f} ms",
+                        f"{times['SDPA'] / times['regard']:.2f}",
+                        f"{times['read'] / times['regard']:.0%}",
+                    ]
+                )
+                rows.append(
+                    {
+                        "what": "decode",
+                        "dtype": str(dtype),
+                        "batch": batch,
+                        "keys": keys,
+                        "heads": heads,
+                        "groups": groups,
+                        "width": width,
+                        **times,
+                    }
+                )
         print("\ndecode\n")
         print(table(["", "keys", "SDPA", "SDPA / regard", "of bandwidth"], shown), "\n", flush=True)
 
@@ -248,8 +281,14 @@ def main() -> None:
         shown = []
         for n in [x for x in sizes if x <= 2048]:
             times = take_turns(dropout(64, n), seconds=seconds)
-            shown.append([f"{n:,}", f"{times['SDPA'] * 1e3:.1f} ms", f"{times['SDPA'] / times['regard']:.2f}",
-                          f"{times['regard'] / times['regard without']:.2f}"])  # fmt: skip
+            shown.append(
+                [
+                    f"{n:,}",
+                    f"{times['SDPA'] * 1e3:.1f} ms",
+                    f"{times['SDPA'] / times['regard']:.2f}",
+                    f"{times['regard'] / times['regard without']:.2f}",
+                ]
+            )
             rows.append({"what": "dropout", "tokens": n, **times})
         print("\nforward and backward with dropout 0.1\n")
         print(table(["tokens", "SDPA", "SDPA / regard", "with / without dropout"], shown), "\n", flush=True)
@@ -266,8 +305,17 @@ def main() -> None:
     if wanted("crossover"):
         shown = []
         for dtype in (torch.float32, torch.bfloat16):
-            for shape in ((1, 1, 1, 1), (1, 12, 1, 16), (1, 12, 1, 128), (1, 12, 4, 128), (1, 12, 16, 16),
-                          (1, 12, 32, 32), (8, 12, 16, 16), (1, 12, 64, 64), (1, 12, 128, 128)):  # fmt: skip
+            for shape in (
+                (1, 1, 1, 1),
+                (1, 12, 1, 16),
+                (1, 12, 1, 128),
+                (1, 12, 4, 128),
+                (1, 12, 16, 16),
+                (1, 12, 32, 32),
+                (8, 12, 16, 16),
+                (1, 12, 64, 64),
+                (1, 12, 128, 128),
+            ):
                 runs = small(*shape, 64, dtype)
                 times = take_turns(runs, seconds=min(seconds, 1.0))
                 ratios = [f"{times['SDPA'] / times[name]:.2f}" for name in ("auto", "fused", "native")]

@@ -246,8 +246,13 @@ def headline(width: int, tokens: int, causal: bool) -> dict[str, Run]:
         p = p.masked_fill_(~(torch.arange(tokens) <= rows[:, None]), -math.inf) if causal else p
         p = p.softmax(-1)
         ahead = (torch.arange(tokens) - rows[:, None]).abs()
-        expected = {"entropy": torch.special.entr(p).sum(-1), "peak": p.amax(-1), "target": p.argmax(-1),
-                    "distance": (p * ahead).sum(-1), "on_first": p[..., 0]}  # fmt: skip
+        expected = {
+            "entropy": torch.special.entr(p).sum(-1),
+            "peak": p.amax(-1),
+            "target": p.argmax(-1),
+            "distance": (p * ahead).sum(-1),
+            "on_first": p[..., 0],
+        }
         for name, right in expected.items():
             got = found[name][:, :2, rows]
             torch.testing.assert_close(got.to(right.dtype), right, rtol=1e-4, atol=1e-4)
@@ -266,9 +271,12 @@ def show_headline(sizes: list[int], seconds: float) -> list[dict[str, object]]:
             for tokens in sizes:
                 times = take_turns(headline(width, tokens, causal), seconds=seconds, rounds=7 if tokens < 8192 else 3)
                 blind = min(times["SDPA"], times["SDPA apart"])
-                cells = [f"{blind * 1e3:.1f} ms", f"{blind / times['looking']:.2f}",
-                         f"{times['looking'] / times['attend']:.2f}",
-                         f"{times['dense'] / times['looking']:.1f}" if "dense" in times else ""]  # fmt: skip
+                cells = [
+                    f"{blind * 1e3:.1f} ms",
+                    f"{blind / times['looking']:.2f}",
+                    f"{times['looking'] / times['attend']:.2f}",
+                    f"{times['dense'] / times['looking']:.1f}" if "dense" in times else "",
+                ]
                 lines.append([f"D{width}{' causal' if causal else ''} {tokens}", *cells])
                 rows.append({"what": "headline", "width": width, "causal": causal, "tokens": tokens, "seconds": times})
                 print(" | ".join(lines[-1]), flush=True)

@@ -31,7 +31,7 @@ from side_by_side import machine, save, table, take_turns
 from torch import Tensor, nn
 
 from regard import models
-from regard.linear import project
+from regard.onednn import project
 
 THREADS = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -229,11 +229,17 @@ def load_and_memory(name: str, dtype: str, rounds: int = 3) -> dict[str, tuple[f
         use = "model.generate(torch.ones(1, 128, dtype=torch.int64), max_new_tokens=32, do_sample=False)"
         our_use = "model.generate(' a' * 128, 32)"
     ways = {
-        "regard": ("from regard import models; import tokenizers, safetensors, gguf",
-                   f"model = models.load({name!r}, dtype={kind})", our_use),
-        "transformers": (f"from transformers import {peer}; import safetensors, gguf",
-                         f"model = {peer}.from_pretrained({files}, dtype={kind})", use),
-    }  # fmt: skip
+        "regard": (
+            "from regard import models; import tokenizers, safetensors, gguf",
+            f"model = models.load({name!r}, dtype={kind})",
+            our_use,
+        ),
+        "transformers": (
+            f"from transformers import {peer}; import safetensors, gguf",
+            f"model = {peer}.from_pretrained({files}, dtype={kind})",
+            use,
+        ),
+    }
     found = {peer: [] for peer in ways}
     for _ in range(rounds):
         for peer, way in ways.items():
@@ -264,9 +270,13 @@ def main() -> None:
         rows.append({"what": name, "dtype": dtype, "case": case, "values": values})
         ratios = [
             f"{values[ours] / values[peer]:.2f}" if ours in values and peer in values else ""
-            for ours, peer in (("regard", "transformers"), ("regard, packed", "transformers"), ("regard", "openvino"),
-                               ("regard, packed", "openvino"))
-        ]  # fmt: skip
+            for ours, peer in (
+                ("regard", "transformers"),
+                ("regard, packed", "transformers"),
+                ("regard", "openvino"),
+                ("regard, packed", "openvino"),
+            )
+        ]
         lines.append([f"{name} {dtype}, {case}", shown, *ratios])
         print(" | ".join(lines[-1]), flush=True)
 
@@ -288,10 +298,16 @@ def main() -> None:
             if name not in options.models or dtype not in options.dtypes or options.only not in "load, memory":
                 continue
             found = load_and_memory(name, dtype)
-            report(name, dtype, "load", {peer: value[0] for peer, value in found.items()},
-                   f"{found['regard'][0]:.2f} s")  # fmt: skip
-            report(name, dtype, "memory", {peer: value[1] for peer, value in found.items()},
-                   f"{found['regard'][1] / 2**20:.0f} MB")  # fmt: skip
+            report(
+                name, dtype, "load", {peer: value[0] for peer, value in found.items()}, f"{found['regard'][0]:.2f} s"
+            )
+            report(
+                name,
+                dtype,
+                "memory",
+                {peer: value[1] for peer, value in found.items()},
+                f"{found['regard'][1] / 2**20:.0f} MB",
+            )
     print("\n" + table(HEADER, lines))
     print("\n" + ", ".join(f"{key} {value}" for key, value in machine().items()))
     if not options.only and len(options.models) == len(options.dtypes) == 2:

@@ -20,7 +20,7 @@ from side_by_side import machine, save, table, take_turns
 from torch import nn
 
 import regard
-from regard.heads.prune import prune
+from regard.heads.interventions.prune import prune
 from regard.models import Encoder, ModelConfig
 
 QUARTERS: dict[str, list[int]] = {
@@ -127,8 +127,16 @@ def main() -> None:
         rows.append({"case": case, "seconds": times, "parameters": sizes, "heads": heads, "kv_heads": kv_heads})
         ratios = {name: f"{seconds / times['whole']:.2f}" for name, seconds in times.items()}
         for name, (h, g) in counts.items():
-            lines.append([f"{case}, {name}", f"{h}/{g}", f"{sizes[name]:,}", f"{sizes[name] / sizes['whole']:.2f}",
-                          f"{times[name] * 1e3:.2f}", ratios[name]])  # fmt: skip
+            lines.append(
+                [
+                    f"{case}, {name}",
+                    f"{h}/{g}",
+                    f"{sizes[name]:,}",
+                    f"{sizes[name] / sizes['whole']:.2f}",
+                    f"{times[name] * 1e3:.2f}",
+                    ratios[name],
+                ]
+            )
         print(f"{case}: {', '.join(ratios.values())}", flush=True)
     header = ["pruned / whole", "heads/kv", "parameters", "ratio", "ms", "time ratio"]
     print("\n" + table(header, lines))

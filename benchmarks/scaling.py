@@ -121,14 +121,38 @@ def show(machine: Machine, name: str, layer: Sizes, efficiency: float) -> list[d
         alone = seconds(cost("ring", sizes, 1), machine.device(1, efficiency))
         found = {devices: times(sizes, devices, machine, efficiency) for devices in DEVICES}
         first = {devices: min(ways, key=lambda way: ways[way]) for devices, ways in found.items()}
-        best.append([f"{n:,}", f"{alone:,.3f} s",
-                     *(f"{SHORT[way]} {alone / d / found[d][way]:.0%}" for d, way in first.items())])  # fmt: skip
+        best.append(
+            [
+                f"{n:,}",
+                f"{alone:,.3f} s",
+                *(f"{SHORT[way]} {alone / d / found[d][way]:.0%}" for d, way in first.items()),
+            ]
+        )
         for way in SHORT if n in SHOWN else ():
-            each.append([f"{n:,} {way}", *("-" if way not in ways else f"{alone / d / ways[way]:.0%}, "
-                         f"{memory(way, sizes, d) / 2**20:,.0f} MB" for d, ways in found.items())])  # fmt: skip
-        rows += [{"machine": machine.name, "layer": name, "tokens": n, "devices": d, "fastest": first[d],
-                  "alone": alone, "seconds": ways, "memory": {way: memory(way, sizes, d) for way in ways}}
-                 for d, ways in found.items()]  # fmt: skip
+            each.append(
+                [
+                    f"{n:,} {way}",
+                    *(
+                        "-"
+                        if way not in ways
+                        else f"{alone / d / ways[way]:.0%}, {memory(way, sizes, d) / 2**20:,.0f} MB"
+                        for d, ways in found.items()
+                    ),
+                ]
+            )
+        rows += [
+            {
+                "machine": machine.name,
+                "layer": name,
+                "tokens": n,
+                "devices": d,
+                "fastest": first[d],
+                "alone": alone,
+                "seconds": ways,
+                "memory": {way: memory(way, sizes, d) for way in ways},
+            }
+            for d, ways in found.items()
+        ]
     names = [f"{devices:,}" for devices in DEVICES]
     print(f"\n{machine.name}\n{name}\n\nthe fastest over so many devices, and how much of the time it computes\n")
     print(table(["tokens", "one device", *names], best))
@@ -138,10 +162,14 @@ def show(machine: Machine, name: str, layer: Sizes, efficiency: float) -> list[d
     print(f"\nheads and alltoall stop at {layer.heads} devices, which have one head each.")
     for words, link in (("within a host", machine.inside), ("between hosts", machine.between)):
         forward, backward = enough(layer, flops, link)
-        print(f"ring {words}: computes for as long as it sends from {forward:,.0f} tokens of a device on, backward "
-              f"from {backward:,.0f} on: a million over up to {2**20 / max(forward, backward):,.0f}.")  # fmt: skip
-    print(f"A message ({machine.latency * 1e6:.0f} us) is longer than computing a block of fewer than "
-          f"{waits(layer, flops, machine.latency):,.0f} tokens.")  # fmt: skip
+        print(
+            f"ring {words}: computes for as long as it sends from {forward:,.0f} tokens of a device on, backward "
+            f"from {backward:,.0f} on: a million over up to {2**20 / max(forward, backward):,.0f}."
+        )
+    print(
+        f"A message ({machine.latency * 1e6:.0f} us) is longer than computing a block of fewer than "
+        f"{waits(layer, flops, machine.latency):,.0f} tokens."
+    )
     return rows
 
 

@@ -46,9 +46,21 @@ from regard.models.config import ModelConfig
 
 VOCABULARY, PERIOD, TOKENS, BATCH = 64, 16, 128, 32
 CONFIG = ModelConfig(
-    kind="decoder", layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, vocabulary=VOCABULARY, inner=128, norm="rms",
-    activation="silu", gated=True, bias=False, mlp_bias=False, positions="rotary", causal=True,
-)  # fmt: skip
+    kind="decoder",
+    layers=2,
+    embed_dim=64,
+    num_heads=4,
+    num_kv_heads=2,
+    vocabulary=VOCABULARY,
+    inner=128,
+    norm="rms",
+    activation="silu",
+    gated=True,
+    bias=False,
+    mlp_bias=False,
+    positions="rotary",
+    causal=True,
+)
 
 
 class Spread:
@@ -107,7 +119,9 @@ def train(steps: int, seed: int, spread: Spread | None) -> tuple[Decoder, list[f
 def texts(seed: int) -> Tensor:
     """Random tokens, repeated: (BATCH, TOKENS + 1)"""
     times = TOKENS // PERIOD + 1
-    return regard.heads.probes.repeated(VOCABULARY, length=PERIOD, times=times, batch=BATCH, seed=seed)[:, : TOKENS + 1]
+    return regard.heads.analysis.probes.repeated(VOCABULARY, length=PERIOD, times=times, batch=BATCH, seed=seed)[
+        :, : TOKENS + 1
+    ]
 
 
 def main() -> None:

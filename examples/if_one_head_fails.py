@@ -137,8 +137,14 @@ def draw(path: str, removed: list[int], curves: dict[str, Tensor]) -> None:
             axes.annotate(order, (removed[at], found.mean(0)[at]), (0, above), color=colour, textcoords="offset points")
         whole = curves["random"][0, 0].item()
         axes.axhline(0.9 * whole, color="grey", linewidth=1, linestyle=":")
-        axes.annotate("90% of the whole model", (removed[-1], 0.9 * whole), (0, 4), color="grey", ha="right",
-                      textcoords="offset points")  # fmt: skip
+        axes.annotate(
+            "90% of the whole model",
+            (removed[-1], 0.9 * whole),
+            (0, 4),
+            color="grey",
+            ha="right",
+            textcoords="offset points",
+        )
         axes.set(xlabel="heads removed, of 72", ylabel="paraphrases found", ylim=(0.4, 1), xlim=(0, removed[-1]))
         axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
         figure.savefig(path, dpi=150)

@@ -72,7 +72,7 @@ def train(steps: int, every: int, seed: int) -> Iterator[tuple[int, float, Tenso
     rng = random.Random(seed)
     model = Decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
-    probe = regard.heads.probes.repeated(VOCABULARY, length=TOKENS // 2, batch=16, seed=seed)
+    probe = regard.heads.analysis.probes.repeated(VOCABULARY, length=TOKENS // 2, batch=16, seed=seed)
     for step in range(steps + 1):
         if step % every == 0 or step == steps:
             with regard.watch(model, measures=["previous", "induction"]) as seen, torch.no_grad():
@@ -81,7 +81,7 @@ def train(steps: int, every: int, seed: int) -> Iterator[tuple[int, float, Tenso
             yield step, loss, previous, induction
         period = rng.randint(*PERIODS)
         times = -(-TOKENS // period)
-        ids = regard.heads.probes.repeated(
+        ids = regard.heads.analysis.probes.repeated(
             VOCABULARY, length=period, times=times, batch=BATCH, seed=rng.randrange(2**32)
         )
         optimizer.zero_grad()
@@ -118,8 +118,14 @@ def draw(path: str, steps: list[int], losses: list[float], previous: Tensor, ind
             for layer, colour in enumerate(colours):
                 axes.plot(steps, values[:, layer], color=colour, linewidth=1.8)
                 top = values[-1, layer].max().item()
-                axes.annotate(f"layer {layer}, each head", (steps[-1], top), (-4, 6), textcoords="offset points",
-                              ha="right", color=colour)  # fmt: skip
+                axes.annotate(
+                    f"layer {layer}, each head",
+                    (steps[-1], top),
+                    (-4, 6),
+                    textcoords="offset points",
+                    ha="right",
+                    color=colour,
+                )
             axes.set(title=title, ylim=(0, 1.05))
         panels[0].set_ylabel("nats")
         figure.get_layout_engine().set(wspace=0.05)

@@ -113,8 +113,14 @@ def draw(path: str, every: int, curves: dict[str, Tensor], maps: dict[str, Tenso
             steps, mean = every * torch.arange(right.shape[1]), right.mean(0)
             left.fill_between(steps, right.amin(0), right.amax(0), color=colour, alpha=0.3, linewidth=0)
             left.plot(steps, mean, color=colour, linewidth=2)
-            left.annotate(f"{name}: {mean[-1]:.0%}", (steps[-1], mean[-1]), (0, -below), textcoords="offset points",
-                          ha="right", color=colour)  # fmt: skip
+            left.annotate(
+                f"{name}: {mean[-1]:.0%}",
+                (steps[-1], mean[-1]),
+                (0, -below),
+                textcoords="offset points",
+                ha="right",
+                color=colour,
+            )
         left.set(title="answers that are right", xlabel="training step", ylim=(0, 1.03))
         left.yaxis.set_major_formatter(PercentFormatter(1))
         left.spines[["top", "right"]].set_visible(False)
@@ -154,8 +160,11 @@ def main() -> None:
         models[name], curves[name] = runs[0][0], torch.tensor([right for _, right in runs])
         size = sum(parameter.numel() for parameter in models[name].parameters())
         last = 100 * curves[name][:, -1]
-        print(f"{name:<11}  {size:,} parameters  {last.mean():5.1f}% of the answers right  "
-              f"({options.seeds} seeds: {last.min():.1f} to {last.max():.1f})", flush=True)  # fmt: skip
+        print(
+            f"{name:<11}  {size:,} parameters  {last.mean():5.1f}% of the answers right  "
+            f"({options.seeds} seeds: {last.min():.1f} to {last.max():.1f})",
+            flush=True,
+        )
 
     weights, on = look(models["one head"], *test[:2])
     print(f"The one head has {on[0, 0]:.0%} of its weight on the first place and {on[0, 1]:.0%} on the second.")

@@ -12,15 +12,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from regard.kernels import library
+from regard.kernels import native_library as library
 
 # `make test` draws the same examples every time and remembers none; `make fuzz` draws others in every round.
 settings.register_profile(
-    "repeatable",
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
+    "repeatable", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("fuzz", settings.get_profile("repeatable"), derandomize=False, print_blob=True)
 settings.load_profile(os.environ.get("REGARD_HYPOTHESIS", "repeatable"))

@@ -26,8 +26,11 @@ def torchrun(processes: int, *arguments: str) -> subprocess.CompletedProcess[str
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     return subprocess.run(
         [*command, "-m", "regard", "bench", "--distributed", *SMALL, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
 
 
 def measured(rank: int, options: dict[str, Any]) -> dict[str, bench.Row]:
@@ -109,8 +112,9 @@ def test_a_way_that_cannot_serve_is_shown_with_the_reason():
 
 def test_outside_torchrun_it_says_what_to_run():
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    result = subprocess.run([sys.executable, "-m", "regard", "bench", "--distributed"], env=environment,
-                            capture_output=True, text=True)  # fmt: skip
+    result = subprocess.run(
+        [sys.executable, "-m", "regard", "bench", "--distributed"], env=environment, capture_output=True, text=True
+    )
     assert result.returncode == 1
     assert "remedy: torchrun --nproc-per-node 2 -m regard bench --distributed" in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1

@@ -426,19 +426,9 @@ def test_gradient_is_refused() -> None:
 @pytest.mark.parametrize(
     "keys, values, error, words",
     [
-        (
-            (2, 3, 1),
-            (2, 3, 1),
-            ValueError,
-            r"cache: expected keys \(B, G, N, D\) and values .*received \(2, 3, 1\)",
-        ),
+        ((2, 3, 1), (2, 3, 1), ValueError, r"cache: expected keys \(B, G, N, D\) and values .*received \(2, 3, 1\)"),
         ((2, 3, 1, 4), (2, 3, 2, 5), ValueError, r"received \(2, 3, 1, 4\) and \(2, 3, 2, 5\)"),
-        (
-            (1, 3, 1, 4),
-            (1, 3, 1, 5),
-            ValueError,
-            r"cached keys: .*width \(2, 3, 4\), received \(1, 3, 4\); remedy",
-        ),
+        ((1, 3, 1, 4), (1, 3, 1, 5), ValueError, r"cached keys: .*width \(2, 3, 4\), received \(1, 3, 4\); remedy"),
         ((2, 2, 1, 4), (2, 2, 1, 5), ValueError, r"cached keys: .*width \(2, 3, 4\), received \(2, 2, 4\)"),
         ((2, 3, 1, 7), (2, 3, 1, 5), ValueError, r"cached keys: .*width \(2, 3, 4\), received \(2, 3, 7\)"),
         ((2, 3, 1, 4), (2, 3, 1, 7), ValueError, r"cached values: .*width \(2, 3, 5\), received \(2, 3, 7\)"),

@@ -17,7 +17,7 @@ import regard
 from regard import cli, doctor, heads, models
 from regard.cli import app, main
 from regard.heads import progress
-from regard.kernels import library
+from regard.kernels import native_library as library
 from regard.models import loading
 
 pytestmark = pytest.mark.skipif(

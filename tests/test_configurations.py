@@ -9,8 +9,8 @@ import torch
 
 import regard
 from regard import MultiHeadAttention
-from regard.configurations import CONFIGURATIONS, configuration
 from regard.positions import Llama3, RelativeBias, Rotary
+from regard.presets import CONFIGURATIONS, configuration
 
 PARAMETERS = {  # of one attention layer: weights, then biases
     "bert-base": 4 * 768 * 768 + 4 * 768,

@@ -88,9 +88,12 @@ def test_induction(tmp_path) -> None:
     assert float(found[0][1]) > 0.8
     assert [score for _, score, _ in found] == sorted((score for _, score, _ in found), reverse=True)
     assert {head for head, _, _ in found[:5]} == {
-        "blocks.18.attention 6", "blocks.18.attention 7", "blocks.17.attention 3", "blocks.17.attention 4",
+        "blocks.18.attention 6",
+        "blocks.18.attention 7",
+        "blocks.17.attention 3",
+        "blocks.17.attention 4",
         "blocks.17.attention 5",
-    }  # fmt: skip
+    }
     assert all(float(equal) < 0.05 for _, _, equal in found)
     assert f"{len(found)} of 270 heads" in out
 
@@ -175,10 +178,7 @@ def test_if_one_head_fails(tmp_path) -> None:
     assert_picture(tmp_path / "if_one_head_fails.png", 1200, 675)
 
 
-@pytest.mark.parametrize(
-    "processes, options",
-    [(2, ()), (4, ("--method", "both"))],
-)
+@pytest.mark.parametrize("processes, options", [(2, ()), (4, ("--method", "both"))])
 @pytest.mark.slow
 def test_distributed(tmp_path, processes, options) -> None:
     out = run(tmp_path, "distributed.py", "--steps", "3", *options, processes=processes)

@@ -382,9 +382,16 @@ def test_extra_repr_names_what_is_not_as_usual() -> None:
 
 def test_describe_counts() -> None:
     layer = MultiHeadAttention(
-        30, 6, num_kv_heads=2, head_dim=7, value_head_dim=5, qk_norm="rms", softcap=13, sinks=True,
+        30,
+        6,
+        num_kv_heads=2,
+        head_dim=7,
+        value_head_dim=5,
+        qk_norm="rms",
+        softcap=13,
+        sinks=True,
         position_encoding=RelativeBias(6, num_buckets=8),
-    )  # fmt: skip
+    )
     lines = layer.describe(11, batch=2).splitlines()
     rows = [re.split(r"\s{2,}", line) for line in lines[1:-1]]  # step, what, then shape and numbers where there are any
     numbers = {what: rest for _, what, *rest in rows[:-1]} | {rows[-1][0]: rows[-1][1:]}

@@ -25,19 +25,19 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-import regard.linear
-from regard.linear import ACTIVATIONS, packed, project, project_each
+import regard.onednn
 from regard.models.config import ModelConfig
 from regard.models.decoder import Decoder
 from regard.models.generation import Rules, tokens
+from regard.onednn import ACTIVATIONS, packed, project, project_each
 
 IN, OUT, ROWS = 59, 53, 101  # of a product that is worthwhile
 FOLLOWERS = [None, *ACTIVATIONS, "add", "times"]
 FLOAT = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-assert IN * OUT * ROWS > regard.linear._WORTHWHILE
+assert IN * OUT * ROWS > regard.onednn._WORTHWHILE
 every_follower = pytest.mark.parametrize("follower", FOLLOWERS)
 every_dtype = pytest.mark.parametrize("dtype", FLOAT)
-needs_onednn = pytest.mark.skipif(torch.float32 not in regard.linear._dtypes(), reason="a torch without oneDNN")
+needs_onednn = pytest.mark.skipif(torch.float32 not in regard.onednn._dtypes(), reason="a torch without oneDNN")
 
 
 def new(width: int = IN, out: int = OUT, *, bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
@@ -90,14 +90,14 @@ def close(linear: nn.Module, x: Tensor) -> bool:
 def fast(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each call of `project` so far, whether oneDNN did it."""
     taken: list[bool] = []
-    ask = regard.linear._weight_for_onednn
+    ask = regard.onednn._weight_for_onednn
 
     def asked(*arguments: Any) -> Tensor | None:
         weight = ask(*arguments)
         taken.append(weight is not None)
         return weight
 
-    monkeypatch.setattr(regard.linear, "_weight_for_onednn", asked)
+    monkeypatch.setattr(regard.onednn, "_weight_for_onednn", asked)
     return taken
 
 
@@ -161,19 +161,19 @@ def inputs(draw: st.DrawFn) -> tuple[nn.Linear, Tensor, str | None, Tensor | Non
 def test_any_shape_and_stride(
     given: tuple[nn.Linear, Tensor, str | None, Tensor | None], all: bool, pack: bool
 ) -> None:
-    worthwhile = regard.linear._WORTHWHILE
-    regard.linear._WORTHWHILE = 0 if all else worthwhile
+    worthwhile = regard.onednn._WORTHWHILE
+    regard.onednn._WORTHWHILE = 0 if all else worthwhile
     try:
         with packed([given[0]] if pack else []):
             check(*given)
     finally:
-        regard.linear._WORTHWHILE = worthwhile
+        regard.onednn._WORTHWHILE = worthwhile
 
 
 @pytest.mark.parametrize("count", [-1, 0, 1])
 @torch.no_grad()
 def test_sizes_around_the_threshold(count: int) -> None:
-    check(new(64, 64), rows(regard.linear._WORTHWHILE // 64**2 + count, 64))
+    check(new(64, 64), rows(regard.onednn._WORTHWHILE // 64**2 + count, 64))
 
 
 @pytest.mark.parametrize("width, out", [(0, 5), (5, 0), (0, 0)])
@@ -872,9 +872,9 @@ def test_nans_and_zeros_of_any_sign_are_no_change(bits: int) -> None:
     linear.weight.view(torch.int32)[3, 5] = bits
     linear.weight[5, 7] = -0.0
     with packed([linear]):
-        held = regard.linear._COPIES[linear].packed
+        held = regard.onednn._COPIES[linear].packed
     with packed([linear]):
-        assert regard.linear._COPIES[linear].packed is held
+        assert regard.onednn._COPIES[linear].packed is held
     linear.weight.data[5, 7] = 0.0
     with packed([linear]):
         assert project(linear, -torch.ones(3, IN)).shape == (3, OUT)
@@ -987,9 +987,9 @@ def test_a_change_between_nested_entries() -> None:
 def test_copies_are_made_once_and_go_with_the_module() -> None:
     linear = new()
     with packed([linear]):
-        held = weakref.ref(regard.linear._COPIES[linear])
+        held = weakref.ref(regard.onednn._COPIES[linear])
     with packed([linear]):
-        assert regard.linear._COPIES[linear] is held()
+        assert regard.onednn._COPIES[linear] is held()
     del linear
     gc.collect()
     assert held() is None
@@ -1001,7 +1001,7 @@ def test_copies_are_made_once_and_go_with_the_module() -> None:
 def test_a_copy_of_a_weight_that_is_no_more_is_let_go(change: Callable[[nn.Linear], Any]) -> None:
     linear = new()
     with packed([linear]):
-        held = weakref.ref(regard.linear._COPIES[linear])
+        held = weakref.ref(regard.onednn._COPIES[linear])
     change(linear)
     with packed([linear]):
         gc.collect()
@@ -1013,15 +1013,15 @@ def test_a_copy_of_a_weight_that_is_no_more_is_let_go(change: Callable[[nn.Linea
 def test_old_and_new_copies_are_not_held_together(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, alive = new(), []
     with packed([linear]):
-        held = weakref.ref(regard.linear._COPIES[linear])
+        held = weakref.ref(regard.onednn._COPIES[linear])
     linear.weight.mul_(2)
-    make = regard.linear._Copy.__init__
+    make = regard.onednn._Copy.__init__
 
     def made(*arguments: Any) -> None:
         alive.append(held() is not None)
         make(*arguments)
 
-    monkeypatch.setattr(regard.linear._Copy, "__init__", made)
+    monkeypatch.setattr(regard.onednn._Copy, "__init__", made)
     with packed([linear]):
         assert alive == [False]
 
@@ -1039,8 +1039,8 @@ def test_the_weight_itself_is_not_held() -> None:
 @torch.no_grad()
 def test_no_copies_beyond_an_eighth_of_the_memory(monkeypatch: pytest.MonkeyPatch, fast: list[bool]) -> None:
     one, other, x = new(), new(), rows(3, IN)
-    monkeypatch.setattr(regard.linear, "_COPIES", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(regard.linear, "_memory", lambda: 8 * one.weight.nbytes)
+    monkeypatch.setattr(regard.onednn, "_COPIES", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(regard.onednn, "_memory", lambda: 8 * one.weight.nbytes)
     for linears in ([one], [one, other]):
         with packed(linears):
             assert torch.allclose(project(one, x), one(x), atol=1e-5)
@@ -1051,12 +1051,12 @@ def test_no_copies_beyond_an_eighth_of_the_memory(monkeypatch: pytest.MonkeyPatc
 @torch.no_grad()
 def test_the_copies_of_all_models_together_are_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [new() for _ in range(5)]
-    monkeypatch.setattr(regard.linear, "_COPIES", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(regard.linear, "_memory", lambda: 8 * 3 * models[0].weight.nbytes)
+    monkeypatch.setattr(regard.onednn, "_COPIES", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(regard.onednn, "_memory", lambda: 8 * 3 * models[0].weight.nbytes)
     for model in models:
         with packed([model]):
             pass
-    assert sum(model in regard.linear._COPIES for model in models) == 3
+    assert sum(model in regard.onednn._COPIES for model in models) == 3
 
 
 def test_inference_tensors_are_not_copied() -> None:
@@ -1064,7 +1064,7 @@ def test_inference_tensors_are_not_copied() -> None:
         linear = new()
         with packed([linear]):
             assert close(linear, rows(3, IN))
-    assert linear not in regard.linear._COPIES
+    assert linear not in regard.onednn._COPIES
 
 
 @needs_onednn
@@ -1102,7 +1102,7 @@ def test_threads_enter_and_leave_at_once() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert {regard.linear._COPIES[linear].users for linear in linears} == {0}
+    assert {regard.onednn._COPIES[linear].users for linear in linears} == {0}
 
 
 @torch.no_grad()
@@ -1141,7 +1141,7 @@ def test_packed_together_is_one_product() -> None:
     linears, x = several(), torch.randn(3, 67)
     with torch.no_grad(), packed([linears]):
         outs = project_each(linears, x)
-        if torch.float32 in regard.linear._dtypes():
+        if torch.float32 in regard.onednn._dtypes():
             assert outs[0].untyped_storage().data_ptr() == outs[2].untyped_storage().data_ptr()
 
 

@@ -454,24 +454,12 @@ def test_masks_can_be_copied_and_pickled() -> None:
         (lambda: Window(after=-1), ValueError, "Window after: expected at least 0, received -1"),
         (lambda: Prefix(-1), ValueError, "Prefix: expected at least 0, received -1"),
         (lambda: Prefix(1.5), TypeError, "Prefix: expected an integer, received float 1.5"),
-        (
-            lambda: Prefix(torch.ones(2)),
-            TypeError,
-            r"Prefix: expected an integer, or .* \(B,\), received dtype",
-        ),
+        (lambda: Prefix(torch.ones(2)), TypeError, r"Prefix: expected an integer, or .* \(B,\), received dtype"),
         (lambda: Prefix(torch.ones(2, 3).int()), ValueError, r"Prefix: expected .* received shape \(2, 3\)"),
         (lambda: Padding(), ValueError, "Padding: expected exactly one of lengths= and keep=, received neither"),
         (lambda: Padding(torch.ones(1).int(), torch.ones(1, 1).bool()), ValueError, "exactly one.*received both"),
-        (
-            lambda: Padding(torch.ones(2, 3).bool()),
-            TypeError,
-            r"boolean .* \(2, 3\); remedy: Padding\(keep=",
-        ),
-        (
-            lambda: Padding(torch.ones(2)),
-            TypeError,
-            r"Padding lengths: expected an integer.*\(B,\), received dtype",
-        ),
+        (lambda: Padding(torch.ones(2, 3).bool()), TypeError, r"boolean .* \(2, 3\); remedy: Padding\(keep="),
+        (lambda: Padding(torch.ones(2)), TypeError, r"Padding lengths: expected an integer.*\(B,\), received dtype"),
         (lambda: Padding("ab"), TypeError, r"Padding lengths: expected an integer tensor \(B,\), received str"),
         (lambda: Padding(keep=torch.ones(2, 3)), TypeError, "Padding keep: expected a boolean tensor.*torch.float32"),
         (lambda: Padding(keep=torch.ones(3).bool()), ValueError, r"Padding keep: .*\(B, M\), received shape \(3,\)"),
@@ -481,18 +469,10 @@ def test_masks_can_be_copied_and_pickled() -> None:
         (lambda: Documents(torch.ones(3).int(), torch.ones(3)), TypeError, "Documents key_ids: expected an integer"),
         (lambda: Keep(torch.ones(3).bool()), ValueError, r"Keep: expected shape \(N, M\).*received shape \(3,\)"),
         (lambda: Keep([[True]]), TypeError, "Keep: expected a boolean tensor, received list"),
-        (
-            lambda: Hide(torch.ones(2, 2).int()),
-            TypeError,
-            r"Hide: .*\(True = may not attend\), received dtype",
-        ),
+        (lambda: Hide(torch.ones(2, 2).int()), TypeError, r"Hide: .*\(True = may not attend\), received dtype"),
         (lambda: Causal() & None, TypeError, "mask: expected a regard.masks.Mask or a boolean.*received NoneType"),
         (lambda: Causal() | 3, TypeError, "mask: expected a regard.masks.Mask or a boolean.*received int"),
-        (
-            lambda: Causal() & torch.ones(2, 2),
-            TypeError,
-            "mask: expected a boolean tensor.*dtype torch.float32",
-        ),
+        (lambda: Causal() & torch.ones(2, 2), TypeError, "mask: expected a boolean tensor.*dtype torch.float32"),
         (lambda: as_mask(Causal), TypeError, "mask: expected a regard.masks.Mask .*received type"),
     ],
 )
@@ -515,10 +495,7 @@ B, H, N, M = 2, 3, 5, 7
 @pytest.mark.parametrize(
     "mask, words",
     [
-        (
-            Keep(torch.ones(B, M).bool()),
-            r"received \(1, 1, 2, 7\); remedy: a \(B, M\) mask of real .* is masks.Padd",
-        ),
+        (Keep(torch.ones(B, M).bool()), r"received \(1, 1, 2, 7\); remedy: a \(B, M\) mask of real .* is masks.Padd"),
         (Keep(torch.ones(H, N, M).bool()), r"received \(3, 1, 5, 7\); remedy: a mask per head is \(1, H, N, M\)"),
         (Keep(torch.ones(M, N).bool()), r"broadcasts to \(B, H, N, M\) = \(2, 3, 5, 7\), received \(1, 1, 7, 5\)"),
         (Hide(torch.ones(B, H, N, 11).bool()), r"Hide: expected a mask that broadcasts .*received \(2, 3, 5, 11\)"),

@@ -125,17 +125,33 @@ def check(case: Case, kernel: str, strip: int, dtype: torch.dtype) -> None:
     out_weight = torch.randn(3, h * e, generator=generator)
     same = torch.rand(b, m, generator=generator) < 0.5
     kinds: dict[str, Any] = {"some": [1, 3], "mask": same}
-    wanted = ["entropy", "peak", "distance", "offset", Offsets(2, 1), Local(1), "previous", "itself", "next",
-              "received", "on_first", Heatmap(3, 2), Crop(1, 4, 2, 7), Links(3), Contribution(out_weight),
-              Divergence()]  # fmt: skip
+    wanted = [
+        "entropy",
+        "peak",
+        "distance",
+        "offset",
+        Offsets(2, 1),
+        Local(1),
+        "previous",
+        "itself",
+        "next",
+        "received",
+        "on_first",
+        Heatmap(3, 2),
+        Crop(1, 4, 2, 7),
+        Links(3),
+        Contribution(out_weight),
+        Divergence(),
+    ]
     if n <= m:
         kinds["same"] = "same"
         wanted += [Induction(ids), Duplicate()]
     before = blockwise.STRIP
     blockwise.STRIP = strip
     try:
-        got = regard.measure(case.q, case.k, case.v, ids=ids, measures=[*wanted, Tokens(kinds)], kernel=kernel,
-                             **case.options)  # fmt: skip
+        got = regard.measure(
+            case.q, case.k, case.v, ids=ids, measures=[*wanted, Tokens(kinds)], kernel=kernel, **case.options
+        )
     finally:
         blockwise.STRIP = before
     right = by_the_formula(case, ids, out_weight, same)
@@ -178,10 +194,28 @@ def test_heads_with_known_answers() -> None:
         after = [j + 1 for j in range(i) if text[j] == text[i]]
         induction[i, after or [0]] = 0.0
     q, k = heads_that(previous, first, uniform, induction)
-    found = regard.measure(q, k, mask=Causal(), scale=1.0, ids=text,
-                           measures=["entropy", "peak", "distance", "offset", Offsets(2, 2), "received", "on_first",
-                                     "previous",
-                                     "induction", "duplicate", Heatmap(1), Divergence(), Local(0)])  # fmt: skip
+    found = regard.measure(
+        q,
+        k,
+        mask=Causal(),
+        scale=1.0,
+        ids=text,
+        measures=[
+            "entropy",
+            "peak",
+            "distance",
+            "offset",
+            Offsets(2, 2),
+            "received",
+            "on_first",
+            "previous",
+            "induction",
+            "duplicate",
+            Heatmap(1),
+            Divergence(),
+            Local(0),
+        ],
+    )
     sees = torch.arange(1, n + 1).double()  # keys that query i sees
     torch.testing.assert_close(found.entropy[0], torch.stack([0 * sees, 0 * sees, sees.log(), found.entropy[0, 3]]))
     torch.testing.assert_close(found.peak[0, 2], 1 / sees)

@@ -166,8 +166,10 @@ CALLS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 def test_the_remedy_for_an_argument_of_torchs_layer_works(name: str) -> None:
     given, remedy, options = CALLS[name]
     argument = next(iter(given))
-    with pytest.raises(TypeError, match=re.escape(f"the call of MultiHeadAttention: expected arguments of its own, "
-                                                  f"received {argument}=")) as error:  # fmt: skip
+    with pytest.raises(
+        TypeError,
+        match=re.escape(f"the call of MultiHeadAttention: expected arguments of its own, received {argument}="),
+    ) as error:
         layer()(X, **given)
     assert remedy in str(error.value)
     expected = theirs()(X, X, X, need_weights=False, **given)[0]
@@ -271,8 +273,11 @@ def test_other_places_say_it_as_well(call: Callable[[], Any], words: str) -> Non
 @pytest.mark.parametrize("name", [name for name in INSTEAD if name != "need_weights"])
 def test_every_foreign_name_has_something_to_write_wherever_it_is_given(name: str) -> None:
     given = {name: 1}
-    for call in (lambda: MultiHeadAttention(W, H, **given), lambda: layer()(X, **given),
-                 lambda: attend(Q, K, V, **given)):  # fmt: skip
+    for call in (
+        lambda: MultiHeadAttention(W, H, **given),
+        lambda: layer()(X, **given),
+        lambda: attend(Q, K, V, **given),
+    ):
         with pytest.raises(TypeError, match=f"received {name}=; remedy: [^{{}}]+$"):
             call()
 
@@ -284,8 +289,11 @@ def test_every_foreign_name_has_something_to_write_wherever_it_is_given(name: st
 def test_a_module_is_told_from_its_state_dict() -> None:
     module = theirs()
     words = re.escape("received MultiheadAttention; remedy: layouts.load(module.state_dict(), num_heads=3)")
-    for call in (lambda: layouts.load(module), lambda: layouts.load(module, num_heads=3),
-                 lambda: layouts.load_block(module)):  # fmt: skip
+    for call in (
+        lambda: layouts.load(module),
+        lambda: layouts.load(module, num_heads=3),
+        lambda: layouts.load_block(module),
+    ):
         with pytest.raises(TypeError, match=words):
             call()
     torch.testing.assert_close(layouts.load(module.state_dict(), num_heads=3)(X), module(X, X, X)[0], **TIGHT)

@@ -35,11 +35,11 @@ from regard import models
 from regard.draw.look import read
 from regard.draw.page.pack import decoded, step
 from regard.models import Decoder, Encoder, ModelConfig
-from regard.serve.asking import Ask, Limits, Refused, number, span
 from regard.serve.guard import Guard
 from regard.serve.jobs import Job, Jobs
-from regard.serve.looking import _held
-from regard.serve.shelf import Shelf
+from regard.serve.model_registry import Shelf
+from regard.serve.requests import Ask, Limits, Refused, number, span
+from regard.serve.results import _held
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers, which cuts text, is not installed")
 pytest.importorskip("starlette", reason="starlette, which serves, is not installed")
@@ -49,7 +49,8 @@ from starlette.applications import Starlette  # noqa: E402
 from starlette.responses import PlainTextResponse  # noqa: E402
 from starlette.routing import Route  # noqa: E402
 
-from regard.serve import door, web  # noqa: E402
+from regard.serve import routes as web  # noqa: E402
+from regard.serve import server as door  # noqa: E402
 
 WORDS = ["[UNK]", *web.SENTENCE.lower().split(), "over", "a", "hill", "and", "another", "one", "of", "its", "kind"]
 LONG = " ".join(WORDS[1 + i * i % 13] for i in range(220))
@@ -270,20 +271,23 @@ def test_a_crop_is_exact(client):
     assert exact.item() > 0
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"layer": "2"}, "layer: expected a number from 0 to 1, received '2'"),
-    ({"layer": "-1"}, "layer: expected a number from 0 to 1"),
-    ({"layer": None}, "layer: expected a number from 0 to 1, received None"),
-    ({"head": "3"}, "head: expected a number from 0 to 2"),
-    ({"head": "٣"}, "head: expected a number from 0 to 2"),
-    ({"head": "9" * 5000}, "head: expected a number from 0 to 2"),
-    ({"rows": "0-8"}, "rows: expected first-last within 0-7, at most 256 of them, received '0-8'"),
-    ({"rows": "3-3"}, "rows: expected first-last within"),
-    ({"rows": "4-3"}, "rows: expected first-last within"),
-    ({"cols": "0--1"}, "cols: expected first-last within"),
-    ({"cols": "../../etc"}, "cols: expected first-last within"),
-    ({"cols": None}, "cols: expected first-last within 0-7, at most 256 of them, received None"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"layer": "2"}, "layer: expected a number from 0 to 1, received '2'"),
+        ({"layer": "-1"}, "layer: expected a number from 0 to 1"),
+        ({"layer": None}, "layer: expected a number from 0 to 1, received None"),
+        ({"head": "3"}, "head: expected a number from 0 to 2"),
+        ({"head": "٣"}, "head: expected a number from 0 to 2"),
+        ({"head": "9" * 5000}, "head: expected a number from 0 to 2"),
+        ({"rows": "0-8"}, "rows: expected first-last within 0-7, at most 256 of them, received '0-8'"),
+        ({"rows": "3-3"}, "rows: expected first-last within"),
+        ({"rows": "4-3"}, "rows: expected first-last within"),
+        ({"cols": "0--1"}, "cols: expected first-last within"),
+        ({"cols": "../../etc"}, "cols: expected first-last within"),
+        ({"cols": None}, "cols: expected first-last within 0-7, at most 256 of them, received None"),
+    ],
+)
 def test_a_crop_outside_of_the_map_is_refused_in_words(client, change, words):
     job = client.look("the cat ran away over the hill")
     client.until(job)
@@ -333,7 +337,7 @@ BAD = [
     (b'{"text": "a", "model": "tiny", "generate": 1e999}', 422, "generate: expected a number .* received inf"),
     ({"text": "a", "model": "small", "generate": 1}, 422, "generate: expected 0, for small is an encoder .*remedy: a "),
     ({"text": "a", "model": "tiny", "path": "x"}, 422, "body: expected text, model and generate, received 'path'"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("body, status, words", BAD)
@@ -356,8 +360,10 @@ def test_a_text_of_more_tokens_than_the_model_reads_fails_and_says_so(client):
 def test_a_server_may_read_less_than_its_models():
     with served({"tiny": tiny()}, tokens=10) as client:
         said = client.until(client.look("the cat ran", generate=8))["said"]
-        assert said == ("text: expected at most 10 tokens, as many as this server reads, received 3 and 8 to generate; "
-                        "remedy: a shorter text")  # fmt: skip
+        assert said == (
+            "text: expected at most 10 tokens, as many as this server reads, received 3 and 8 to generate; "
+            "remedy: a shorter text"
+        )
         assert client.until(client.look("the cat", generate=8))["state"] == "done"
 
 
@@ -394,11 +400,20 @@ def test_a_body_has_to_arrive_in_time():
         assert b"body: expected all of it in 0.3 seconds, received 1 bytes" in answer
 
 
-@pytest.mark.parametrize("method, path, status", [
-    ("GET", "/nowhere", 404), ("POST", "/", 405), ("GET", "/api/look", 405), ("PUT", "/api/jobs/x", 405),
-    ("GET", "/api/look/", 404), ("GET", "/index.html", 404), ("GET", "/%2e%2e/etc/passwd", 404), ("TRACE", "/", 405),
-    ("OPTIONS", "/api/look", 405),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "method, path, status",
+    [
+        ("GET", "/nowhere", 404),
+        ("POST", "/", 405),
+        ("GET", "/api/look", 405),
+        ("PUT", "/api/jobs/x", 405),
+        ("GET", "/api/look/", 404),
+        ("GET", "/index.html", 404),
+        ("GET", "/%2e%2e/etc/passwd", 404),
+        ("TRACE", "/", 405),
+        ("OPTIONS", "/api/look", 405),
+    ],
+)
 def test_there_is_nothing_else(client, method, path, status):
     answer = client.ask(method, path)
     assert answer.status == status
@@ -408,12 +423,24 @@ def test_there_is_nothing_else(client, method, path, status):
 # Who may ask
 
 
-@pytest.mark.parametrize("host, ours", [
-    ("127.0.0.1:{}", True), ("localhost:{}", True), ("LOCALHOST:{}", True), ("[::1]:{}", True),
-    ("evil.example:{}", False), ("evil.example", False), ("127.0.0.1", False), ("localhost:1", False), ("", False),
-    ("localhost.evil.example:{}", False), ("127.0.0.1:{}.evil.example", False), ("127.0.0.2:{}", False),
-    ("[::1]", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "host, ours",
+    [
+        ("127.0.0.1:{}", True),
+        ("localhost:{}", True),
+        ("LOCALHOST:{}", True),
+        ("[::1]:{}", True),
+        ("evil.example:{}", False),
+        ("evil.example", False),
+        ("127.0.0.1", False),
+        ("localhost:1", False),
+        ("", False),
+        ("localhost.evil.example:{}", False),
+        ("127.0.0.1:{}.evil.example", False),
+        ("127.0.0.2:{}", False),
+        ("[::1]", False),
+    ],
+)
 def test_only_our_own_names_are_answered(client, host, ours):
     for method in ("GET", "POST"):
         answer = client.ask(method, "/", host=host.format(client.port))
@@ -443,19 +470,22 @@ def test_a_host_that_was_asked_for_is_ours_and_so_are_numbers_where_all_were_ask
     assert not ours("127.0.0.1", "192.168.0.7")
 
 
-@pytest.mark.parametrize("headers, allowed", [
-    ({}, True),
-    ({"origin": "http://127.0.0.1:{}"}, True),
-    ({"origin": "http://127.0.0.1:{}", "sec_fetch_site": "same-origin"}, True),
-    ({"sec_fetch_site": "none"}, True),
-    ({"origin": "http://evil.example"}, False),
-    ({"origin": "null"}, False),
-    ({"origin": "http://localhost:{}"}, False),  # another origin, even if it is us
-    ({"origin": "https://127.0.0.1:{}"}, False),
-    ({"origin": "http://127.0.0.1:1"}, False),
-    ({"sec_fetch_site": "cross-site"}, False),
-    ({"sec_fetch_site": "same-site"}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "headers, allowed",
+    [
+        ({}, True),
+        ({"origin": "http://127.0.0.1:{}"}, True),
+        ({"origin": "http://127.0.0.1:{}", "sec_fetch_site": "same-origin"}, True),
+        ({"sec_fetch_site": "none"}, True),
+        ({"origin": "http://evil.example"}, False),
+        ({"origin": "null"}, False),
+        ({"origin": "http://localhost:{}"}, False),  # another origin, even if it is us
+        ({"origin": "https://127.0.0.1:{}"}, False),
+        ({"origin": "http://127.0.0.1:1"}, False),
+        ({"sec_fetch_site": "cross-site"}, False),
+        ({"sec_fetch_site": "same-site"}, False),
+    ],
+)
 def test_pages_of_others_may_not_ask(client, headers, allowed):
     said = {name: value.format(client.port) for name, value in headers.items()}
     asked = {"text": "the cat", "model": "tiny"}
@@ -567,7 +597,7 @@ def test_results_are_kept_up_to_so_many_bytes():
 
 
 def test_what_a_result_holds_is_counted_and_what_no_crop_needs_is_let_go_of():
-    from regard.serve.looking import looked
+    from regard.serve.results import looked
 
     model, told = tiny(), []
     result = looked(model, None, Ask(LONG, "tiny"), Limits(), lambda share, said: told.append((share, said)))
@@ -803,15 +833,18 @@ def test_any_model_with_its_tokenizer_can_be_served():
         assert [layer["heads"] for layer in page["meta"]["runs"][0]["layers"]] == [3, 3]
 
 
-@pytest.mark.parametrize("given, error, words", [
-    ([], ValueError, "models: expected at least one, received none; remedy: pip install"),
-    ("minilm", TypeError, "models: expected several names, or a mapping"),
-    ([3], TypeError, "models: expected names or paths, received int; remedy: a mapping"),
-    (["no/such/folder"], ValueError, "model: expected one of minilm, smollm2, or a folder"),
-    ({"a": 3}, TypeError, "model 'a': expected a name, a path, a model, or a pair"),
-    ({"a": Foreign()}, TypeError, "model 'a': expected a tokenizer with it, received none; remedy: a pair"),
-    ({1: tiny(), "1": tiny()}, ValueError, "models: expected names that differ, received '1' twice"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given, error, words",
+    [
+        ([], ValueError, "models: expected at least one, received none; remedy: pip install"),
+        ("minilm", TypeError, "models: expected several names, or a mapping"),
+        ([3], TypeError, "models: expected names or paths, received int; remedy: a mapping"),
+        (["no/such/folder"], ValueError, "model: expected one of minilm, smollm2, or a folder"),
+        ({"a": 3}, TypeError, "model 'a': expected a name, a path, a model, or a pair"),
+        ({"a": Foreign()}, TypeError, "model 'a': expected a tokenizer with it, received none; remedy: a pair"),
+        ({1: tiny(), "1": tiny()}, ValueError, "models: expected names that differ, received '1' twice"),
+    ],
+)
 def test_what_cannot_be_offered_is_said_at_once(given, error, words):
     with pytest.raises(error, match=words):
         regard.serve.application(given)
@@ -839,12 +872,20 @@ def test_a_port_in_use_is_said_with_a_remedy():
     assert caught.value.errno == errno.EADDRINUSE
 
 
-@pytest.mark.parametrize("host, port, error, words", [
-    ("127.0.0.1", 65536, ValueError, "port: expected a number from 0 to 65535, received 65536"),
-    ("127.0.0.1", True, ValueError, "port: expected a number"),
-    ("192.0.2.1", 0, OSError, "host: expected an address of this machine, received '192.0.2.1'; remedy: host=\"127"),
-    ("no host", 0, OSError, "host: expected an address of this machine, received 'no host'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "host, port, error, words",
+    [
+        ("127.0.0.1", 65536, ValueError, "port: expected a number from 0 to 65535, received 65536"),
+        ("127.0.0.1", True, ValueError, "port: expected a number"),
+        (
+            "192.0.2.1",
+            0,
+            OSError,
+            "host: expected an address of this machine, received '192.0.2.1'; remedy: host=\"127",
+        ),
+        ("no host", 0, OSError, "host: expected an address of this machine, received 'no host'"),
+    ],
+)
 def test_what_cannot_be_bound_is_said_in_words(host, port, error, words):
     with pytest.raises(error, match=words):
         door.bound(host, port)
@@ -943,8 +984,9 @@ def test_a_real_model_is_served():
         exact = seen[5].weights(11, slice(1, 9), slice(0, 27), batch=0)
         torch.testing.assert_close(values(crop, base64.b64decode(crop["data"]))[0], exact, atol=1e-5, rtol=1e-3)
         words = client.until(client.look("the cat ran away " * 200, "minilm"))["said"]
-        assert words == ("text: expected at most 512 tokens, as many as minilm reads, received 802; "
-                         "remedy: a shorter text")  # fmt: skip
+        assert words == (
+            "text: expected at most 512 tokens, as many as minilm reads, received 802; remedy: a shorter text"
+        )
 
 
 # Under load: a process of its own
@@ -1013,11 +1055,16 @@ def unkind(port: int) -> list[bytes]:
         post + b"Transfer-Encoding: chunked\r\n\r\nFFFFFFFFFF\r\nabc",
         post + b"Transfer-Encoding: chunked\r\n\r\nnot a number\r\nabc",
         post + b"Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\nabc",
-        b"\x00" * 4000, b"\xff\xfe\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 100_000,
-        b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 20_000, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"\x00" * 4000,
+        b"\xff\xfe\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"A" * 100_000,
+        b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 20_000,
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
         f"GET /{'%ff' * 500} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\n\r\n".encode(),
         f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode() * 30,  # many at once, and nobody reads
-    ]  # fmt: skip
+    ]
 
 
 def unkind_client(port: int, rounds: int) -> None:

@@ -1,6 +1,6 @@
 """The table of steps."""
 
-from regard.walk import Step, table
+from regard.summary import Step, table
 
 
 def test_totals_are_sums_and_what_does_not_apply_is_blank():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from regard import cache, configurations, draw, heads, kernels, layouts, masks, measures, models, positions
+from regard import cache, draw, heads, kernels, layouts, masks, measures, models, positions, presets
 from regard.attention import attend, attention_weights, explain, measure
 from regard.cache import KVCache, RollingCache
 from regard.draw import look
@@ -27,7 +27,6 @@ __all__ = [
     "attend",
     "attention_weights",
     "cache",
-    "configurations",
     "draw",
     "explain",
     "heads",
@@ -41,6 +40,7 @@ __all__ = [
     "models",
     "parallel",
     "positions",
+    "presets",
     "prune",
     "swap",
     "watch",
@@ -48,7 +48,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`regard.parallel` when it is asked for: torch's tools for many processes take long to import."""
-    if name == "parallel":
-        return importlib.import_module("regard.parallel")
+    """`parallel` on first use, for torch.distributed imports slowly; `configurations` is `presets`' earlier name."""
+    if name in ("parallel", "configurations"):
+        return importlib.import_module("regard.parallel" if name == "parallel" else "regard.presets")
     raise AttributeError(f"module 'regard' has no attribute {name!r}")

@@ -23,11 +23,21 @@ from regard.kernels.call import accumulation_dtype
 from regard.kernels.dropout import Dropout, new_seed
 from regard.kernels.tracing import traced
 from regard.masks import FARTHEST, And, Mask, Padding, as_mask, conjuncts
-from regard.measures import Measure, MeasureLike, Measurements, Plane, Survey, as_measures
+from regard.measures import Measure, MeasureLike, Measurements, MeasureRun, Plane, as_measures
 from regard.positions import Alibi, Bias, DenseBias, RelativeBias, as_biases
 from regard.positions.bias import Buckets
 
-__all__ = ["BiasLike", "Gathered", "Spread", "attend", "attention_weights", "explain", "look", "measure", "plane_of"]
+__all__ = [
+    "BiasLike",
+    "Gathered",
+    "Spread",
+    "attend",
+    "attention_weights",
+    "explain",
+    "measure",
+    "measure_call",
+    "plane_of",
+]
 
 BiasLike: TypeAlias = Tensor | Bias | Alibi | RelativeBias | Sequence["BiasLike"]
 
@@ -273,7 +283,7 @@ def measure(
     if ids is not None:
         ids = _positions("ids", ids, q.shape[0], k.shape[2], q.device)
     plane = replace(plane_of(call), values=None if v is None else call.v, out_weight=out_weight, key_ids=ids)
-    return look(call, as_measures(measures), plane=plane, output=v is not None, kernel=kernel)
+    return measure_call(call, as_measures(measures), plane=plane, output=v is not None, kernel=kernel)
 
 
 def plane_of(call: Call) -> Plane:
@@ -285,7 +295,7 @@ def plane_of(call: Call) -> Plane:
     return Plane(*call.shape, tile.q_positions, tile.k_positions, call.dtype, first=first)
 
 
-def look(
+def measure_call(
     call: Call, measures: list[Measure], *, plane: Plane | None = None, output: bool = False, kernel: str = "auto"
 ) -> Measurements:
     """The same for a prepared call, and for what is known of it in `plane`."""
@@ -297,8 +307,8 @@ def look(
     device = call.q.device.type if call.q.device.type != "meta" else "cpu"
     with torch.autocast(device, enabled=False):
         with torch.no_grad():
-            survey = Survey(measures, plane_of(call) if plane is None else plane)
-            out, lse = chosen.look(call, survey, output=output and not wants_gradient)
+            survey = MeasureRun(measures, plane_of(call) if plane is None else plane)
+            out, lse = chosen.forward_measured(call, survey, output=output and not wants_gradient)
             found = replace(survey.result(), output=out, lse=lse)
         if wants_gradient:
             found.output = kernels.choose(kernel, call).output(call)
@@ -408,20 +418,7 @@ def prepare(
         if not 0.0 <= dropout <= 1.0:
             raise bad_value("dropout", expected="a probability from 0 to 1", received=dropout)
         dropped = Dropout.of(float(dropout), new_seed(generator, device), batch, heads, n, m)
-    return Call(
-        q,
-        k,
-        v,
-        factor,
-        q_start,
-        softcap,
-        mask,
-        biases,
-        positions,
-        key_positions,
-        sinks,
-        dropped,
-    )
+    return Call(q, k, v, factor, q_start, softcap, mask, biases, positions, key_positions, sinks, dropped)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

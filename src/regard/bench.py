@@ -216,8 +216,9 @@ def _processes(timeout: float) -> Iterator[DeviceMesh]:
 
     made = not (dist.is_available() and dist.is_initialized())
     if made and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise bad_value("bench --distributed", expected="processes that torchrun started", received="one of its own",
-                        remedy=COMMAND)  # fmt: skip
+        raise bad_value(
+            "bench --distributed", expected="processes that torchrun started", received="one of its own", remedy=COMMAND
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if made:
         if device == "cuda":
@@ -271,7 +272,7 @@ class _Bench:
     """All ways in turn, in step on all ranks."""
 
     def __init__(self, mesh: DeviceMesh, sizes: Sizes, repeats: int, progress: bool) -> None:
-        from regard.parallel.wire import Ranks
+        from regard.parallel.collectives import Ranks
 
         self.mesh, self.sizes, self.repeats = mesh, sizes, repeats
         self.ranks, self.device = Ranks.of(mesh), torch.device(mesh.device_type)

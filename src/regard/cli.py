@@ -93,9 +93,15 @@ def list_models() -> None:
         kv = config.num_kv_heads or config.num_heads
         heads = f"{config.layers} x {config.num_heads}" + ("" if kv == config.num_heads else f" ({kv} kv)")
         count = sum(p.numel() for p in model.parameters())
-        table.add_row(name, f"{config.family} {config.kind}", heads, f"{config.embed_dim:,}",
-                      f"{config.context:,}" if config.context else "-", f"{count / 1e6:,.1f} M",
-                      f"{found.size / 2**20:,.0f} MB")  # fmt: skip
+        table.add_row(
+            name,
+            f"{config.family} {config.kind}",
+            heads,
+            f"{config.embed_dim:,}",
+            f"{config.context:,}" if config.context else "-",
+            f"{count / 1e6:,.1f} M",
+            f"{found.size / 2**20:,.0f} MB",
+        )
     if table.row_count:
         _out.print(table)
     for embedded in missing:
@@ -164,8 +170,16 @@ def generate(
     if not isinstance(decoder, models.Decoder):
         raise ValueError(f"model: expected a decoder, received {model!r}, an encoder; remedy: regard embed")
     cache = None if window is None else decoder.new_cache(window)
-    for piece in decoder.stream(start, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
-                                stop=stop or (), cache=cache):  # fmt: skip
+    for piece in decoder.stream(
+        start,
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=stop or (),
+        cache=cache,
+    ):
         print(printable(piece, lines=True) if sys.stdout.isatty() else piece, end="", flush=True)
     print()
 
@@ -191,8 +205,9 @@ def look(
     if head is not None and layer is None:
         raise bad_value("head", expected="a layer with it", received="none", remedy="--layer 0 --head 2")
     if (without or against) and html is None and not open_page:
-        raise bad_value("--without and --against", expected="a page to compare in", received="none",
-                        remedy="--html FILE, or --open")  # fmt: skip
+        raise bad_value(
+            "--without and --against", expected="a page to compare in", received="none", remedy="--html FILE, or --open"
+        )
     written, other = _text(text), None if against is None else _text(against)
     loaded = _load(model, dtype, check)
     more = generate if isinstance(loaded, models.Decoder) else 0
@@ -263,8 +278,12 @@ def heads(
     if not (text or treebank or probe):
         raise ValueError("text: expected a text, a file, --probe or --treebank, received none of them")
     if text and probe:
-        raise bad_value("text", expected="none beside --probe, which looks at random tokens", received=repr(text),
-                        remedy="one of the two")  # fmt: skip
+        raise bad_value(
+            "text",
+            expected="none beside --probe, which looks at random tokens",
+            received=repr(text),
+            remedy="one of the two",
+        )
     written = _text(text) if text else ""
     loaded = _load(model, dtype, check)
     found: dict[str, Any] = {}
@@ -371,8 +390,13 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="For programs: times in seconds, sizes in bytes.")] = False,
 ) -> None:
     """How fast this machine is: the kernels beside torch's own, or one layer over several processes beside one."""
-    sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "causal": causal,
-                             "repeats": repeats}  # fmt: skip
+    sizes: dict[str, Any] = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "causal": causal,
+        "repeats": repeats,
+    }
     if not distributed:
         rows = benches.kernels(sorted({max(1, tokens // 16), max(1, tokens // 4), tokens}), **sizes)
         if as_json:
@@ -432,9 +456,12 @@ def _of_file(given: str) -> str | None:
     if not there and not named:
         return None
     if not there:
-        raise bad_value("text", expected="a text, or a file that is there", received=f"no such file: {given}",
-                        remedy="for a text that looks like a file's name, give - and the text by standard input"
-                        )  # fmt: skip
+        raise bad_value(
+            "text",
+            expected="a text, or a file that is there",
+            received=f"no such file: {given}",
+            remedy="for a text that looks like a file's name, give - and the text by standard input",
+        )
     if path.is_dir():
         if not named:
             return None  # (a word may be the name of a folder, too)
@@ -511,8 +538,14 @@ def _print_kernels(rows: list[benches.Beside]) -> None:
     table = _table("", "tokens", "SDPA", "attend", "ratio", "seeing", "ratio")
     for row in rows:
         seeing = ("", "") if row.seeing is None else (_time(row.seeing), f"{row.ratio_seeing:.2f}")
-        table.add_row("with backward" if row.backward else "forward", f"{row.tokens:,}", _time(row.sdpa),
-                      _time(row.attend), f"{row.ratio:.2f}", *seeing)  # fmt: skip
+        table.add_row(
+            "with backward" if row.backward else "forward",
+            f"{row.tokens:,}",
+            _time(row.sdpa),
+            _time(row.attend),
+            f"{row.ratio:.2f}",
+            *seeing,
+        )
     _out.print(table)
     _out.print("\nMedians; a ratio above 1: faster than F.scaled_dot_product_attention. Seeing is regard.measure.")
 
@@ -525,14 +558,22 @@ def _print_report(report: benches.Report) -> None:
             continue
         formula = "the same" if row.as_calculated else f"{sum(row.formula.values()):,}"
         wrong = "" if row.right in (None, True) else " (!)"
-        table.add_row(row.way, _time(row.seconds), "-" if row.memory is None else f"{row.memory / 1e6:,.1f} MB",
-                      f"{sum(row.sent.values()):,}", formula,
-                      "-" if row.difference is None else f"{row.difference:.0e}{wrong}")  # fmt: skip
+        table.add_row(
+            row.way,
+            _time(row.seconds),
+            "-" if row.memory is None else f"{row.memory / 1e6:,.1f} MB",
+            f"{sum(row.sent.values()):,}",
+            formula,
+            "-" if row.difference is None else f"{row.difference:.0e}{wrong}",
+        )
     _out.print(table)
     for line in served:
         _out.print(line, markup=False)
-    _out.print(f"\nOne layer, forward and backward, on {report.ranks} processes ({report.device}, threads of each: "
-               f"{report.threads}). Of the ranks' numbers the largest.", markup=False)  # fmt: skip
+    _out.print(
+        f"\nOne layer, forward and backward, on {report.ranks} processes ({report.device}, threads of each: "
+        f"{report.threads}). Of the ranks' numbers the largest.",
+        markup=False,
+    )
 
 
 def _time(seconds: float | None) -> str:

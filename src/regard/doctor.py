@@ -10,13 +10,24 @@ from pathlib import Path
 import torch
 
 from regard import kernels
-from regard.kernels import library
+from regard.kernels import native_library as library
 
 __all__ = ["cpu_features", "examine"]
 
 # What kernels ask for, of all that a CPU may have.
-_FEATURES = ("sse2", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_tile",
-             "amx_bf16")  # fmt: skip
+_FEATURES = (
+    "sse2",
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512dq",
+    "avx512vl",
+    "avx512_bf16",
+    "amx_tile",
+    "amx_bf16",
+)
 # Which packages each extra brings: what is missing is named by the extra that installs it.
 _EXTRAS = {
     "models": ("safetensors", "tokenizers", "gguf"),

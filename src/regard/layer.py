@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 from regard.attention import BiasLike, attend, attention_weights
 from regard.cache import KVCache, RollingCache, Slots
-from regard.configurations import Configuration, configuration
 from regard.errors import bad_type, bad_value, no_torchscript, refuse_trace, shape_of, unknown_argument
 from regard.kernels.tracing import traced
-from regard.linear import project, project_each
 from regard.masks import Mask, as_mask
+from regard.onednn import project, project_each
 from regard.positions import Alibi, RelativeBias, Rotary, Saturated, as_biases
-from regard.walk import Step, table
+from regard.presets import Configuration, configuration
+from regard.summary import Step, table
 
 __all__ = ["AttentionBlock", "MultiHeadAttention"]
 
@@ -144,7 +144,7 @@ class MultiHeadAttention(nn.Module):
     def from_config(cls, config: str | Configuration, **changes: Any) -> MultiHeadAttention:
         """The attention layer of a well-known model, untrained; `changes` go to the constructor.
 
-        `config` is a name, one of `regard.configurations.CONFIGURATIONS`, or a `Configuration` of your own.
+        `config` is a name, one of `regard.presets.CONFIGURATIONS`, or a `Configuration` of your own.
 
         >>> MultiHeadAttention.from_config("smollm2-135m", dropout=0.1)
         MultiHeadAttention(

@@ -13,7 +13,18 @@ from browser.pages import VIEWS, Look, Written
 pytestmark = pytest.mark.slow
 
 # roles of what one can act on, as the browser tells them to a screen reader
-ACTIVE = {"application", "button", "checkbox", "combobox", "link", "searchbox", "slider", "spinbutton", "textbox", "Canvas"}  # fmt: skip
+ACTIVE = {
+    "application",
+    "button",
+    "checkbox",
+    "combobox",
+    "link",
+    "searchbox",
+    "slider",
+    "spinbutton",
+    "textbox",
+    "Canvas",
+}
 
 # the ratio of contrast (WCAG) of each piece of text with what is behind it
 CONTRASTS = """() => {

@@ -37,8 +37,17 @@ def right_values(tab: Look, page: Written, layer: int, head: int, n: int, m: int
 def bart() -> torch.nn.Module:
     import transformers
 
-    sizes = {"d_model": 20, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 5, "decoder_attention_heads": 5,
-             "encoder_ffn_dim": 7, "decoder_ffn_dim": 7, "vocab_size": 97, "max_position_embeddings": 31}  # fmt: skip
+    sizes = {
+        "d_model": 20,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 5,
+        "decoder_attention_heads": 5,
+        "encoder_ffn_dim": 7,
+        "decoder_ffn_dim": 7,
+        "vocab_size": 97,
+        "max_position_embeddings": 31,
+    }
     return transformers.BartModel(transformers.BartConfig(**sizes))
 
 

@@ -63,7 +63,11 @@ def test_what_one_does_is_in_the_address(look: Callable[..., Look], real: Writte
     tab.page.evaluate("document.activeElement.blur()")
     said = tab.hash
     assert {name: said[name] for name in ("words", "scale", "threshold", "top")} == {
-        "words": "1", "scale": "linear", "threshold": "0.03", "top": "7"}  # fmt: skip
+        "words": "1",
+        "scale": "linear",
+        "threshold": "0.03",
+        "top": "7",
+    }
     assert "zoom" in said
     other = look(real, tab.ask("location.hash"))
     other.page.wait_for_timeout(100)
@@ -89,13 +93,33 @@ def test_an_address_typed_by_hand(look: Callable[..., Look], real: Written) -> N
 
 
 NONSENSE = [
-    "#main", "#view=constructor", "#view=__proto__", "#__proto__=1&constructor=2&toString=3", "#theme=pink&scale=cubic",
-    "#view=head&layer=1.5&head=-7", "#view=head&layer=99&head=99", "#view=head&layer=NaN&q=1e999&k=-5", "#view=head&q=3.5&k=2",
-    "#view=head&zoom=1,2,3", "#view=head&zoom=9,2,3,1", "#view=head&zoom=a,b,c,d", "#view=head&zoom=0,900,0,900",
-    "#view=head&top=0&threshold=7&words=5&specials=-1", "#view=flow&q=900&head=-1", "#view=flow&q=-9", "#run=7&view=compare",
-    "#view=compare&other=0.0.99", "#view=compare&other=constructor", "#view=compare&other=0.1.1.1", "#sort=toString&by=valueOf&least=x",
-    "#role=nobody", "#view=table&tsort=nothing&filter=%00%ff", "#%", "#&&&==", "#view=head&layer=%E0%A4%A",
-]  # fmt: skip
+    "#main",
+    "#view=constructor",
+    "#view=__proto__",
+    "#__proto__=1&constructor=2&toString=3",
+    "#theme=pink&scale=cubic",
+    "#view=head&layer=1.5&head=-7",
+    "#view=head&layer=99&head=99",
+    "#view=head&layer=NaN&q=1e999&k=-5",
+    "#view=head&q=3.5&k=2",
+    "#view=head&zoom=1,2,3",
+    "#view=head&zoom=9,2,3,1",
+    "#view=head&zoom=a,b,c,d",
+    "#view=head&zoom=0,900,0,900",
+    "#view=head&top=0&threshold=7&words=5&specials=-1",
+    "#view=flow&q=900&head=-1",
+    "#view=flow&q=-9",
+    "#run=7&view=compare",
+    "#view=compare&other=0.0.99",
+    "#view=compare&other=constructor",
+    "#view=compare&other=0.1.1.1",
+    "#sort=toString&by=valueOf&least=x",
+    "#role=nobody",
+    "#view=table&tsort=nothing&filter=%00%ff",
+    "#%",
+    "#&&&==",
+    "#view=head&layer=%E0%A4%A",
+]
 
 
 def test_nonsense_in_an_address(look: Callable[..., Look], real: Written) -> None:
@@ -128,9 +152,12 @@ def test_a_long_zoom_is_written_once(look: Callable[..., Look], real: Written) -
         history.replaceState = (...all) => { window.writes += 1; replace(...all); };
     }""")
     box = tab.page.locator("#map").bounding_box()
-    tab.ask("""([x, y]) => {
+    tab.ask(
+        """([x, y]) => {
         const map = document.getElementById('map');
         for (let i = 0; i < 300; i++) map.dispatchEvent(new WheelEvent('wheel', { deltaY: i % 2 ? 30 : -40, clientX: x, clientY: y, cancelable: true }));
-    }""", [box["x"] + 100, box["y"] + 100])  # fmt: skip
+    }""",
+        [box["x"] + 100, box["y"] + 100],
+    )
     assert "zoom" in tab.hash
     assert 1 <= tab.ask("window.writes") <= 3

@@ -12,11 +12,38 @@ from browser.pages import VIEWS, Look, Written, plain, stack, write
 pytestmark = pytest.mark.slow
 
 HOSTILE = [
-    "</script><img src=x onerror=alert(1)>", "<!--", "-->", "<script>alert(2)</script>", "]]>", "<svg onload=alert(3)>",
-    "javascript:alert(4)", "${alert(5)}", "&lt;b&gt;", "\"'`", "=1+1", "שלום עולם", "مرحبا", "注意機構", "👩‍👩‍👧‍👦🏳️‍🌈",
-    "x" * 10_000, "漢" * 5_000, "a\nb", "\r", "\0", "\x1b[31m", "\ud800", "\udc00x", "\u202eabc", "\u2028", "\ufffe",
-    "", " ", "__proto__", "constructor", "e\u0301\u0301\u0301\u0301",
-]  # fmt: skip
+    "</script><img src=x onerror=alert(1)>",
+    "<!--",
+    "-->",
+    "<script>alert(2)</script>",
+    "]]>",
+    "<svg onload=alert(3)>",
+    "javascript:alert(4)",
+    "${alert(5)}",
+    "&lt;b&gt;",
+    "\"'`",
+    "=1+1",
+    "שלום עולם",
+    "مرحبا",
+    "注意機構",
+    "👩‍👩‍👧‍👦🏳️‍🌈",
+    "x" * 10_000,
+    "漢" * 5_000,
+    "a\nb",
+    "\r",
+    "\0",
+    "\x1b[31m",
+    "\ud800",
+    "\udc00x",
+    "\u202eabc",
+    "\u2028",
+    "\ufffe",
+    "",
+    " ",
+    "__proto__",
+    "constructor",
+    "e\u0301\u0301\u0301\u0301",
+]
 
 
 @pytest.fixture(scope="session")

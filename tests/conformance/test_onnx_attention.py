@@ -160,8 +160,13 @@ def onnx_attention(attributes: dict[str, Any], inputs: dict[str, Tensor], kernel
     mask = None
     for part in visible:
         mask = part if mask is None else mask & part
-    options = {"mask": mask, "bias": bias, "positions": first, "scale": attributes.get("scale"),
-               "softcap": attributes.get("softcap")}  # fmt: skip
+    options = {
+        "mask": mask,
+        "bias": bias,
+        "positions": first,
+        "scale": attributes.get("scale"),
+        "softcap": attributes.get("softcap"),
+    }
     dtype = q.dtype
     if attributes.get("softmax_precision") == DOUBLE:  # float32 is what softmax has in any case
         q, k, v = q.double(), k.double(), v.double()

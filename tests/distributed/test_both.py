@@ -33,15 +33,30 @@ TEXTS, LONG = 2, 23
 KEEP = torch.arange(LONG)[None] < torch.tensor([[LONG], [13]])
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "decoder": lambda: Decoder(ModelConfig(**SIZES, causal=True)),
-    "decoder, rotary, gated": lambda: Decoder(ModelConfig(
-        **SIZES, causal=True, positions="rotary", num_kv_heads=4, gated=True, norm="rms", qk_norm="rms",
-        activation="silu", mlp_bias=False, bias=False)),
-    "decoder, tied, parallel, windows": lambda: Decoder(ModelConfig(
-        **SIZES, causal=True, positions="rotary", num_kv_heads=1, order="parallel", tied=True, windows=(5, None))),
+    "decoder, rotary, gated": lambda: Decoder(
+        ModelConfig(
+            **SIZES,
+            causal=True,
+            positions="rotary",
+            num_kv_heads=4,
+            gated=True,
+            norm="rms",
+            qk_norm="rms",
+            activation="silu",
+            mlp_bias=False,
+            bias=False,
+        )
+    ),
+    "decoder, tied, parallel, windows": lambda: Decoder(
+        ModelConfig(
+            **SIZES, causal=True, positions="rotary", num_kv_heads=1, order="parallel", tied=True, windows=(5, None)
+        )
+    ),
     "encoder": lambda: Encoder(ModelConfig(**SIZES, order="post", token_types=2)),
-    "encoder, rotary, gated": lambda: Encoder(ModelConfig(
-        **SIZES, positions="rotary", gated=True, num_kv_heads=2, windows=(7, None))),
-}  # fmt: skip
+    "encoder, rotary, gated": lambda: Encoder(
+        ModelConfig(**SIZES, positions="rotary", gated=True, num_kv_heads=2, windows=(7, None))
+    ),
+}
 
 
 def ids(seed: int = 1, texts: int = TEXTS) -> Tensor:

@@ -74,8 +74,17 @@ def _calls(rank: int, mesh: DeviceMesh, way: str) -> dict[str, Callable[[], Any]
     """Calls of a layer in which rank 1 does something else."""
     odd = rank == 1
 
-    def call(x: Tensor | None = None, key: Tensor | None = None, *, dtype: Any = torch.float64, dropout: float = 0.0,
-             grad: bool = True, kernel: str = "auto", softcap: float | None = None, **options: Any) -> Any:  # fmt: skip
+    def call(
+        x: Tensor | None = None,
+        key: Tensor | None = None,
+        *,
+        dtype: Any = torch.float64,
+        dropout: float = 0.0,
+        grad: bool = True,
+        kernel: str = "auto",
+        softcap: float | None = None,
+        **options: Any,
+    ) -> Any:
         module = layer(dropout=dropout, kernel=kernel, softcap=softcap).to(dtype).train()
         module = spread(module, mesh, way)
         x = normal(2, 7, WIDTH).to(dtype) if x is None else x
@@ -319,7 +328,7 @@ WORDS: dict[str, str | dict[str, str]] = {
     "model: keep balanced otherwise": r"^ValueError: keep: expected balance=False, as the tokens, received",
     "layer: positions balanced otherwise": r"^ValueError: positions: expected balance=False, as the tokens, received",
     "fine": "^$",
-}  # fmt: skip
+}
 
 
 def test_every_rank_says_what_is_wrong() -> None:

@@ -69,8 +69,14 @@ def compared(case: Case, mesh: DeviceMesh) -> dict[str, float]:
 def _others(mesh: DeviceMesh) -> Iterator[Row]:
     block = Case(lambda: shaken(AttentionBlock(layer(dropout=0.2, num_kv_heads=4), "pre", dropout=0.3)), train=True)
     yield "dropout of a block", partial(compared, block, mesh)
-    yield "dropout of a block, post", partial(compared, replace(block, module=lambda: shaken(
-        AttentionBlock(layer(num_kv_heads=2), "post", dropout=0.3))), mesh)  # fmt: skip
+    yield (
+        "dropout of a block, post",
+        partial(
+            compared,
+            replace(block, module=lambda: shaken(AttentionBlock(layer(num_kv_heads=2), "post", dropout=0.3))),
+            mesh,
+        ),
+    )
     half = {"dtype": torch.bfloat16, "numbers": torch.bfloat16}
     for name, case in {
         "bfloat16": made(Causal(), num_kv_heads=4, position_encoding=Rotary(HEAD), case=half),

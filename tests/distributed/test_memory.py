@@ -18,9 +18,9 @@ from distributed.compare import layer, normal
 from regard import MultiHeadAttention, parallel
 from regard.masks import Causal, Mask, Window
 from regard.parallel import Tokens, alltoall
+from regard.parallel.collectives import Ranks
+from regard.parallel.global_call import Whole
 from regard.parallel.ring import Plan
-from regard.parallel.whole import Whole
-from regard.parallel.wire import Ranks
 
 B, H, G, D, E = 2, 12, 4, 6, 5
 Counts = dict[str, dict[str, dict[str, int]]]

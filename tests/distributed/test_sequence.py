@@ -168,8 +168,9 @@ def by_hand(case: Case, mesh: DeviceMesh, method: str, lengths: tuple[int, ...])
     (out * part(case.direction(), 1)).sum().backward()
     ours = found(out, weights, module, parts)
     ours["whole"] = parallel.gather(out, mesh).detach()
-    expected = {name: part(x, 1) if name in ("output", "gradient of x", "gradient of key") else x
-                for name, x in right.items()}  # fmt: skip
+    expected = {
+        name: part(x, 1) if name in ("output", "gradient of x", "gradient of key") else x for name, x in right.items()
+    }
     if weights is not None:
         expected["weights"] = part(right["weights"], 2)
     return within(LIMITS[case.dtype], apart(ours, {**expected, "whole": right["output"]}))

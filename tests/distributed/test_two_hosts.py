@@ -178,8 +178,15 @@ def test_a_cut_cable_is_an_error_on_every_rank_within_the_timeout(cable: Cable, 
         cuts.append(time.monotonic())
 
     with pytest.raises(together.Failed) as caught:
-        together.run(ringing, 4, str(tmp_path), timeout=TIMEOUT, hosts=cable.hosts(2),
-                     store=f"tcp://{cable.address}:29512", meanwhile=cut)  # fmt: skip
+        together.run(
+            ringing,
+            4,
+            str(tmp_path),
+            timeout=TIMEOUT,
+            hosts=cable.hosts(2),
+            store=f"tcp://{cable.address}:29512",
+            meanwhile=cut,
+        )
     assert time.monotonic() - cuts[0] < TIMEOUT + 20.0  # and every process has ended
     assert set(caught.value.errors) == {0, 1, 2, 3}
     for rank, words in caught.value.errors.items():

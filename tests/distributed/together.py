@@ -63,8 +63,15 @@ def run(
     """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "args").write_bytes(pickle.dumps(args))
-        job = {"module": function.__module__, "name": function.__qualname__, "folder": folder, "size": size,
-               "timeout": timeout, "patience": patience, "store": store or f"file://{folder}/store"}  # fmt: skip
+        job = {
+            "module": function.__module__,
+            "name": function.__qualname__,
+            "folder": folder,
+            "size": size,
+            "timeout": timeout,
+            "patience": patience,
+            "store": store or f"file://{folder}/store",
+        }
         places = [(host, [r for r in range(size) if hosts[r] == host]) for host in dict.fromkeys(hosts)]
         parents = [(_Parent(host), ranks) for host, ranks in places] or [(_here(), list(range(size)))]
         try:
@@ -97,8 +104,11 @@ class _Parent:
         interface = {"GLOO_SOCKET_IFNAME": host.interface} if host.interface else {}
         self.process = subprocess.Popen(
             [*host.prefix, sys.executable, "-m", "distributed.together"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, **paths, **interface},
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **paths, **interface},
+        )
 
     def begin(self, job: dict[str, Any]) -> None:
         """Fork the processes of a job."""
@@ -170,8 +180,9 @@ def _forked(job: dict[str, Any], rank: int) -> int:
 def _work(job: dict[str, Any], rank: int) -> None:
     """One of the processes."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=job["store"], rank=rank, world_size=job["size"],
-                            timeout=timedelta(seconds=job["timeout"]))  # fmt: skip
+    dist.init_process_group(
+        "gloo", init_method=job["store"], rank=rank, world_size=job["size"], timeout=timedelta(seconds=job["timeout"])
+    )
     function: Any = importlib.import_module(job["module"])
     for part in job["name"].split("."):
         function = getattr(function, part)

@@ -53,10 +53,11 @@ def masks(tokens: int = TOKENS, keys: int = TOKENS, heads: int = HEADS, batch: i
         "hide": Hide(flags(batch, 1, tokens, keys)),
         "not a window": ~Window(before=3, after=3),
         "not padding, and causal": Causal() & ~Padding(lengths=torch.tensor([3, 5, 7])[:batch]),
-        "causal documents with padding": Causal() & Documents(integers(3, batch, tokens), integers(3, batch, keys))
+        "causal documents with padding": Causal()
+        & Documents(integers(3, batch, tokens), integers(3, batch, keys))
         & Padding(lengths=lengths),
         "window or one of each head": Window(3) | (Causal() & Keep(flags(batch, heads, tokens, keys))),
-    }  # fmt: skip
+    }
 
 
 class WithBias(nn.Module):
@@ -138,19 +139,32 @@ def _layers() -> dict[str, Case]:
         "layer norm of heads": made(qk_norm="layer", num_kv_heads=2),
         "wider values": made(causal, value_head_dim=7, num_kv_heads=6),
         "scale": made(scale=0.7),
-        "all at once": made(causal & Padding(lengths=torch.tensor([TOKENS, 19])), num_kv_heads=4, value_head_dim=5,
-                            softcap=2.3, sinks=True, dropout=0.2, qk_norm="rms", case={"train": True},
-                            position_encoding=RelativeBias(HEADS, num_buckets=8, max_distance=17)),
+        "all at once": made(
+            causal & Padding(lengths=torch.tensor([TOKENS, 19])),
+            num_kv_heads=4,
+            value_head_dim=5,
+            softcap=2.3,
+            sinks=True,
+            dropout=0.2,
+            qk_norm="rms",
+            case={"train": True},
+            position_encoding=RelativeBias(HEADS, num_buckets=8, max_distance=17),
+        ),
         "positions": made(causal, position_encoding=Rotary(HEAD), case={"options": {"positions": positions(TOKENS)}}),
-        "positions of each": made(Window(11), position_encoding=Rotary(HEAD, scaling=ntk),
-                                  case={"options": {"positions": positions(BATCH, TOKENS)}}),
-        "positions and alibi": made(causal, position_encoding=Alibi(HEADS),
-                                    case={"options": {"positions": positions(BATCH, TOKENS)}}),
+        "positions of each": made(
+            Window(11),
+            position_encoding=Rotary(HEAD, scaling=ntk),
+            case={"options": {"positions": positions(BATCH, TOKENS)}},
+        ),
+        "positions and alibi": made(
+            causal, position_encoding=Alibi(HEADS), case={"options": {"positions": positions(BATCH, TOKENS)}}
+        ),
         "cross": made(case={"keys": 37}),
         "cross, fewer keys, causal": made(causal, position_encoding=Rotary(HEAD), case={"keys": 13}),
         "cross, more keys, causal": made(causal, position_encoding=Rotary(HEAD), num_kv_heads=4, case={"keys": 37}),
-        "cross with positions": made(causal, position_encoding=Alibi(HEADS),
-                                     case={"keys": 37, "options": {"positions": positions(TOKENS)}}),
+        "cross with positions": made(
+            causal, position_encoding=Alibi(HEADS), case={"keys": 37, "options": {"positions": positions(TOKENS)}}
+        ),
         "cross, one key": made(case={"keys": 1}),
         "weights": made(causal, num_kv_heads=4, position_encoding=Alibi(HEADS), sinks=True, case=both),
         "weights of each head": made(Keep(flags(BATCH, HEADS, TOKENS, TOKENS)), softcap=2.0, case=both),
@@ -165,7 +179,7 @@ def _layers() -> dict[str, Case]:
         "post": Case(lambda: shaken(AttentionBlock(layer(), norm="post"))),
         "pre, cross": Case(lambda: shaken(AttentionBlock(layer(), norm="pre")), {"mask": causal}, keys=37),
         "checkpointed": Case(lambda: Checkpointed(num_kv_heads=4, dropout=0.2), {"mask": causal}, train=True),
-    }  # fmt: skip
+    }
 
 
 def _kernels() -> dict[str, Case]:
@@ -191,16 +205,25 @@ def combination(number: int) -> Case:
     encoding = draw.choice([None, Rotary(HEAD), Alibi(HEADS), RelativeBias(HEADS, num_buckets=8, max_distance=17)])
     place = draw.choice([None, None, (tokens,), (batch, tokens)])
     case = {
-        "batch": batch, "tokens": tokens, "keys": keys, "train": draw.random() < 0.7,
+        "batch": batch,
+        "tokens": tokens,
+        "keys": keys,
+        "train": draw.random() < 0.7,
         "dtype": draw.choice([torch.float64, torch.float32]),
         "options": {} if place is None else {"positions": positions(*place)},
-    }  # fmt: skip
+    }
     return made(
-        mask, case=case, num_kv_heads=draw.choice([1, 2, 3, 4, 6, 12]), position_encoding=encoding,
-        dropout=draw.choice([0.0, 0.0, 0.4]), softcap=draw.choice([None, None, 1.3]), sinks=draw.random() < 0.3,
-        qk_norm=draw.choice([None, None, "rms", "layer"]), value_head_dim=draw.choice([HEAD, 5]),
+        mask,
+        case=case,
+        num_kv_heads=draw.choice([1, 2, 3, 4, 6, 12]),
+        position_encoding=encoding,
+        dropout=draw.choice([0.0, 0.0, 0.4]),
+        softcap=draw.choice([None, None, 1.3]),
+        sinks=draw.random() < 0.3,
+        qk_norm=draw.choice([None, None, "rms", "layer"]),
+        value_head_dim=draw.choice([HEAD, 5]),
         bias=draw.random() < 0.5,
-    )  # fmt: skip
+    )
 
 
 LAYERS = _layers()

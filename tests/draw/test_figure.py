@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import regard
 from regard.draw.figure import SUFFIXES, figure
-from regard.draw.figure.paper import Letters as _Letters
-from regard.draw.figure.parts import SIGNS
+from regard.draw.figure.canvas import Letters as _Letters
+from regard.draw.figure.elements import SIGNS
 from regard.heads import ROLES, Record
 from regard.measures import Heatmap
 
@@ -467,12 +467,31 @@ def test_notebook(small: Record, tmp_path: Path) -> None:
 # --- Manners ---------------------------------------------------------------------------------------------------------
 
 
-DARK = {"text.usetex": True, "text.color": "red", "font.size": 30, "lines.marker": "x", "lines.linewidth": 9,
-        "axes.grid": True, "axes.grid.which": "both", "axes.linewidth": 5, "axes.xmargin": 0.3, "patch.linewidth": 4,
-        "xtick.top": True, "xtick.minor.visible": True, "ytick.minor.visible": True, "ytick.direction": "in",
-        "image.interpolation": "bilinear", "image.origin": "lower", "image.cmap": "jet", "figure.autolayout": True,
-        "savefig.bbox": "tight", "savefig.dpi": 31, "savefig.transparent": True, "svg.fonttype": "path",
-        "pdf.fonttype": 3}  # fmt: skip
+DARK = {
+    "text.usetex": True,
+    "text.color": "red",
+    "font.size": 30,
+    "lines.marker": "x",
+    "lines.linewidth": 9,
+    "axes.grid": True,
+    "axes.grid.which": "both",
+    "axes.linewidth": 5,
+    "axes.xmargin": 0.3,
+    "patch.linewidth": 4,
+    "xtick.top": True,
+    "xtick.minor.visible": True,
+    "ytick.minor.visible": True,
+    "ytick.direction": "in",
+    "image.interpolation": "bilinear",
+    "image.origin": "lower",
+    "image.cmap": "jet",
+    "figure.autolayout": True,
+    "savefig.bbox": "tight",
+    "savefig.dpi": 31,
+    "savefig.transparent": True,
+    "svg.fonttype": "path",
+    "pdf.fonttype": 3,
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)

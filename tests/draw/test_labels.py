@@ -24,11 +24,7 @@ ORACLE = {
     "bytes, a heading": (["###", "ĠTitle", "Ċ"], ["###", "Title", "⏎"], ["###", "Title", "⏎"]),
     "bytes of a Chinese text": (["çĮ«", "åľ¨", "ãĢĤ"], ["猫", "在", "。"], ["猫在", "。"]),
     "bytes that are parts of a letter": (["Ġç", "Į«", "Ġa"], ["ç", "Į«", "a"], ["çĮ«", "a"]),
-    "bytes of Devanagari": (
-        ["Ġà¤¨", "à¤®", "à¤¸", "à¥į", "à¤¤", "à¥ĩ"],
-        ["न", "म", "स", "्", "त", "े"],
-        ["नमस्ते"],
-    ),
+    "bytes of Devanagari": (["Ġà¤¨", "à¤®", "à¤¸", "à¥į", "à¤¤", "à¥ĩ"], ["न", "म", "स", "्", "त", "े"], ["नमस्ते"]),
     "bytes with a special token": (
         ["<|im_start|>", "user", "Ċ", "Hi", "<|im_end|>"],
         ["<|im_start|>", "user", "⏎", "Hi", "<|im_end|>"],
@@ -49,8 +45,11 @@ ORACLE = {
         ["<|startoftext|>", "a", "photo", "gr", "aph", "<|endoftext|>"],
         ["<|startoftext|>", "a", "photo", "graph", "<|endoftext|>"],
     ),
-    "decoded one by one": ([b"Once", " upon", " a", " t", "ime"], ["Once", "upon", "a", "t", "ime"],
-                           ["Once", "upon", "a", "time"]),
+    "decoded one by one": (
+        [b"Once", " upon", " a", " t", "ime"],
+        ["Once", "upon", "a", "t", "ime"],
+        ["Once", "upon", "a", "time"],
+    ),
     "CJK": (["[CLS]", "猫", "が", "好", "き", "[SEP]"],) * 3,
     "emoji": (["👨‍👩‍👧", "👍🏽", "❤️", "🇩🇪"],) * 3,
     "right to left": (["שלום", "مرحبا", "می‌خواهم"],) * 3,
@@ -61,7 +60,7 @@ ORACLE = {
     ),
     "spaces": (["", " ", "   "], ["␣", "␣", "␣␣␣"], ["␣", "␣", "␣␣␣"]),
     "numbers": ([101, 7, 102], ["101", "7", "102"], ["101", "7", "102"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("tokens, text, words", ORACLE.values(), ids=ORACLE.keys())

@@ -58,9 +58,18 @@ def bart() -> BartForConditionalGeneration:
         for what, n in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 7))
     }
     return BartForConditionalGeneration(
-        BartConfig(vocab_size=11, d_model=8, max_position_embeddings=19, pad_token_id=0, bos_token_id=1, eos_token_id=1,
-                   decoder_start_token_id=1, forced_eos_token_id=None, **sizes)
-    )  # fmt: skip
+        BartConfig(
+            vocab_size=11,
+            d_model=8,
+            max_position_embeddings=19,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=1,
+            decoder_start_token_id=1,
+            forced_eos_token_id=None,
+            **sizes,
+        )
+    )
 
 
 def bert() -> BertModel:
@@ -101,8 +110,12 @@ def test_reading_what_was_written_gives_the_weights_of_generating(tokenizer) -> 
     model = LlamaForCausalLM(LlamaConfig(vocab_size=11, eos_token_id=None, bos_token_id=None, **sizes)).eval()
     seen = regard.look(model, tokenizer, "the cat", generate=6, show=False)
     with regard.watch(model, keep="qk") as stepwise, torch.no_grad():
-        model.generate(**tokenizer("the cat", return_tensors="pt", return_token_type_ids=False), max_new_tokens=6,
-                       do_sample=False, pad_token_id=0)  # fmt: skip
+        model.generate(
+            **tokenizer("the cat", return_tensors="pt", return_token_type_ids=False),
+            max_new_tokens=6,
+            do_sample=False,
+            pad_token_id=0,
+        )
     for ours, theirs in zip(seen, stepwise, strict=True):
         torch.testing.assert_close(ours.weights(), theirs.weights(), atol=1e-5, rtol=1e-4)
 
@@ -254,11 +267,7 @@ def test_progress_can_stop_it(tokenizer) -> None:
     "given, error, words",
     [
         ({"text": None}, TypeError, "text: expected a text, or what the model is called on, received None"),
-        (
-            {"text": torch.zeros(1, 3), "generate": 2},
-            TypeError,
-            "text: expected a text, to generate or to have a",
-        ),
+        ({"text": torch.zeros(1, 3), "generate": 2}, TypeError, "text: expected a text, to generate or to have a"),
         (
             {"text": torch.zeros(1, 3).long(), "generate": 2, "tokenizer": None},
             TypeError,
@@ -359,8 +368,18 @@ def as_given(kind: str, tokenizer: PreTrainedTokenizerFast, text: str) -> object
     }[kind]
 
 
-KINDS = ["text", "tensor (N,)", "tensor (1, N)", "list", "list of lists", "encoding", "encoding of lists",
-         "encoding of numpy", "dict", "padded encoding"]  # fmt: skip
+KINDS = [
+    "text",
+    "tensor (N,)",
+    "tensor (1, N)",
+    "list",
+    "list of lists",
+    "encoding",
+    "encoding of lists",
+    "encoding of numpy",
+    "dict",
+    "padded encoding",
+]
 
 
 def maps(seen: regard.heads.Record, item: int = 0) -> list[tuple[list[str], list[str], torch.Tensor]]:
@@ -495,8 +514,12 @@ def test_a_model_of_regard_needs_no_tokenizer(plain, tokenizer, kind) -> None:
     for given in (ONE, ids, ids[0], ids[0].tolist(), ids.tolist(), tokenizer(ONE, return_tensors="pt"), tokenizer(ONE)):
         same_maps(maps(regard.look(model, given, show=False)), maps(wanted))
     two = regard.look(model, TWO, show=False)
-    for given in ([ONE, TWO], model.encode_batch([ONE, TWO]), model.encode_batch([ONE, TWO], pad="left"),
-                  tokenizer([ONE, TWO])):  # fmt: skip
+    for given in (
+        [ONE, TWO],
+        model.encode_batch([ONE, TWO]),
+        model.encode_batch([ONE, TWO], pad="left"),
+        tokenizer([ONE, TWO]),
+    ):
         seen = regard.look(model, given, show=False)
         for item, alone in enumerate((wanted, two)):
             if isinstance(given, Batch) and not given.keep[0, 0]:  # (an encoder counts positions from the left)

@@ -173,15 +173,24 @@ def test_vectors_are_in_the_file(grouped: Record) -> None:
         said, data = read.layer(0, number)
         flow = said["flow"]
         assert {name: flow[name] for name in ("head_dim", "value_dim", "kv_heads", "width", "first")} == {
-            "head_dim": 7, "value_dim": 7, "kv_heads": 2, "width": 42, "first": 0}  # fmt: skip
+            "head_dim": 7,
+            "value_dim": 7,
+            "kv_heads": 2,
+            "width": 42,
+            "first": 0,
+        }
         added = layer.projected()[0]
         assert layer.projection is not None
         bias = 0 if layer.projection[1] is None else layer.projection[1]
         exact = {
-            "q": layer.q[0], "k": layer.k[0], "v": layer.v[0], "output": layer.output[0], "input": layer.input[0],
+            "q": layer.q[0],
+            "k": layer.k[0],
+            "v": layer.v[0],
+            "output": layer.output[0],
+            "input": layer.input[0],
             "result": added.sum(0) + bias,
             "cosines": torch.nn.functional.cosine_similarity(added, added.sum(0), dim=-1),
-        }  # fmt: skip
+        }
         for name, value in exact.items():
             found, half = signed(data, flow[name])
             assert bool(((found - value.double()).abs() <= half + 1e-6).all()), name

@@ -21,8 +21,8 @@ from rich.cells import cell_len
 from torch import Tensor, nn
 
 import regard
-from regard.draw.ansi import ANCHORS, CUBE, LEVELS, UNKNOWN, UNSEEN, Screen, columns, rgb
-from regard.draw.terminal import terminal, terminal_text
+from regard.draw.terminal.screen import ANCHORS, CUBE, LEVELS, UNKNOWN, UNSEEN, Screen, columns, rgb
+from regard.draw.terminal.views import terminal, terminal_text
 from regard.heads import Record
 from regard.measures import Heatmap
 
@@ -86,10 +86,13 @@ def shown(line: str) -> str:
 def wide(text: str) -> int:
     """How many columns: by Unicode's own tables, apart from what is drawn with."""
     return sum(
-        0 if unicodedata.category(c) in ("Mn", "Me", "Cf") or "\u1160" <= c <= "\u11ff" or "\ud7b0" <= c <= "\ud7ff"
-        else 2 if unicodedata.east_asian_width(c) in "WF" else 1
+        0
+        if unicodedata.category(c) in ("Mn", "Me", "Cf") or "\u1160" <= c <= "\u11ff" or "\ud7b0" <= c <= "\ud7ff"
+        else 2
+        if unicodedata.east_asian_width(c) in "WF"
+        else 1
         for c in text
-    )  # fmt: skip
+    )
 
 
 def pixels(line: str) -> list[tuple[str, str, str]]:
@@ -334,9 +337,22 @@ def test_lc_all_c_asks_for_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "text, taken",
-    [("cat", 3), ("猫", 2), ("e\u0301", 1), ("한", 2), ("\u1112\u1161\u11ab", 2), ("\u0301", 1), ("👨‍👩‍👧", 6),
-     ("❤️", 1), ("👍🏽", 2), ("🇩🇪", 2), ("שלום", 4), ("\x1b[2J", 9), ("", 0)],
-)  # fmt: skip
+    [
+        ("cat", 3),
+        ("猫", 2),
+        ("e\u0301", 1),
+        ("한", 2),
+        ("\u1112\u1161\u11ab", 2),
+        ("\u0301", 1),
+        ("👨‍👩‍👧", 6),
+        ("❤️", 1),
+        ("👍🏽", 2),
+        ("🇩🇪", 2),
+        ("שלום", 4),
+        ("\x1b[2J", 9),
+        ("", 0),
+    ],
+)
 def test_columns_of_a_text(text: str, taken: int) -> None:
     for screen in (Screen(), Screen(encoding="ascii")):
         fitted = screen.fit(text, 11)
@@ -411,8 +427,11 @@ def test_letters_too_wide_for_their_column_give_way_to_numbers() -> None:
 
 def test_the_whole_model() -> None:
     n, rest = 11, noise(1, 4, 11, 11, sharp=0)
-    heads = [places(n, [max(i - 1, 0) for i in range(n)]), places(n, [min(i + 1, n - 1) for i in range(n)]),
-             places(n, [0] * n)]  # fmt: skip
+    heads = [
+        places(n, [max(i - 1, 0) for i in range(n)]),
+        places(n, [min(i + 1, n - 1) for i in range(n)]),
+        places(n, [0] * n),
+    ]
     seen = record(torch.cat([rest, heads[0]], 1), torch.cat([heads[1], heads[2], rest[:, :3]], 1))
     tokens = ["[CLS]", *"abcdefghi", "[SEP]"]
     drawn = terminal_text(seen, tokens, width=97)
@@ -644,8 +663,12 @@ def test_a_layer_that_looks_across() -> None:
 @pytest.mark.parametrize(
     "options, error, words",
     [
-        ({"layer": 2}, ValueError, "layer: expected a number from 0 to 1, or one of the names, received 2; remedy: "
-                                   "seen.layers: layers.0, layers.1"),
+        (
+            {"layer": 2},
+            ValueError,
+            "layer: expected a number from 0 to 1, or one of the names, received 2; remedy: "
+            "seen.layers: layers.0, layers.1",
+        ),
         ({"layer": -3}, ValueError, "layer: expected a number from 0 to 1, .* received -3"),
         ({"layer": "layer.9"}, ValueError, "layer: expected a number .* received 'layer.9'"),
         ({"layer": 1.0}, TypeError, r"layer: expected a name or a number, received 1\.0"),
@@ -658,7 +681,7 @@ def test_a_layer_that_looks_across() -> None:
         ({"width": 80.0}, TypeError, r"width: expected a number of columns, received 80\.0"),
         ({"item": 1}, ValueError, "item: expected a text from 0 to 0, received 1"),
     ],
-)  # fmt: skip
+)
 def test_what_the_caller_got_wrong(options: dict[str, Any], error: type[Exception], words: str) -> None:
     seen = record(*[noise(1, 3, 5, 5)] * 2)
     with pytest.raises(error, match=words):

@@ -23,8 +23,16 @@ from transformers.modeling_utils import AttentionInterface
 NAME = "lengths_on_cpu"  # without "flash": transformers looks for packages of that name
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, window: tuple[int, int],
-          softcap: float | None, sinks: Tensor | None) -> Tensor:  # fmt: skip
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    causal: bool,
+    window: tuple[int, int],
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
     """One text: q (n, H, D), k and v (m, G, D)."""
     n, m, shared = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     if not m:
@@ -47,18 +55,36 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, wi
     return torch.einsum("hnm,mhd->nhd", weights, v)
 
 
-def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
-                    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float | None = None,
-                    s_aux: Tensor | None = None) -> Tensor:  # fmt: skip
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor:
     options = (softmax_scale, causal, window_size, softcap, s_aux)
     return torch.stack([dense(*one, *options) for one in zip(q, k, v, strict=True)])
 
 
-def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-                           max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
-                           softmax_scale: float | None = None, causal: bool = False,
-                           window_size: tuple[int, int] = (-1, -1), softcap: float | None = None,
-                           s_aux: Tensor | None = None) -> Tensor:  # fmt: skip
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor:
     out = torch.zeros(*q.shape[:2], v.shape[2], dtype=v.dtype)
     for i in range(len(cu_seqlens_q) - 1):
         own, keys = slice(*cu_seqlens_q[i : i + 2].tolist()), slice(*cu_seqlens_k[i : i + 2].tolist())
@@ -77,8 +103,9 @@ class Flash:
     def __init__(self) -> None:
         self.weights: list[tuple[nn.Module, Tensor]] = []
 
-    def __call__(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-                 **options: Any) -> tuple[Tensor, None]:  # fmt: skip
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
         assert mask is None or mask.dim() == 2
         with mock.patch.object(utils, "lazy_import_flash_attention", _functions):
             batch, groups, m, _ = key.shape

@@ -202,8 +202,16 @@ def wanted(*, ids: bool = False, out: Tensor | str | None = None, without: Seque
     return made
 
 
-def agree(layer: Any, oracle: Oracle, *, kind: str | None = "self", rows: Tensor | None = None,
-          counted: Tensor | None = None, without: Sequence[str] = (), atol: float = 1e-5) -> None:  # fmt: skip
+def agree(
+    layer: Any,
+    oracle: Oracle,
+    *,
+    kind: str | None = "self",
+    rows: Tensor | None = None,
+    counted: Tensor | None = None,
+    without: Sequence[str] = (),
+    atol: float = 1e-5,
+) -> None:
     """Every measure of one layer of a watch is the oracle's. `rows` (B, N) are the queries to look at; all by default.
 
     Of cross attention, and where `kind` is None, only what does not ask where the queries stand among the keys.

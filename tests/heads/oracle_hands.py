@@ -206,9 +206,25 @@ def masked_after(hand: Hand, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, W
     return _times(p, v), lambda: p
 
 
-CORES = [by_operator, by_matmul, by_einsum, by_einsum_queries_first, by_einsum_keys_first, by_softmax_module,
-         by_functional_dropout, by_log_softmax, by_float32_softmax, by_float_and_back, by_steps_in_place, heads_first,
-         heads_times_batch, heads_by_split, batch_times_heads, by_baddbmm, one_key_head]  # fmt: skip
+CORES = [
+    by_operator,
+    by_matmul,
+    by_einsum,
+    by_einsum_queries_first,
+    by_einsum_keys_first,
+    by_softmax_module,
+    by_functional_dropout,
+    by_log_softmax,
+    by_float32_softmax,
+    by_float_and_back,
+    by_steps_in_place,
+    heads_first,
+    heads_times_batch,
+    heads_by_split,
+    batch_times_heads,
+    by_baddbmm,
+    one_key_head,
+]
 MASKED = [masked_by_sum, masked_by_filling, masked_after, masked_with_a_blind_row]
 
 
@@ -310,8 +326,10 @@ class Fused(nn.Module):
         self.o = nn.Linear(6 * E, W)
 
     def heads(self, x: Tensor, y: Tensor) -> list[Tensor]:
-        return [p(z).unflatten(-1, (g, -1)).transpose(1, 2) for p, z, g in
-                ((self.q, x, 6), (self.k, y, self.groups), (self.v, y, self.groups))]  # fmt: skip
+        return [
+            p(z).unflatten(-1, (g, -1)).transpose(1, 2)
+            for p, z, g in ((self.q, x, 6), (self.k, y, self.groups), (self.v, y, self.groups))
+        ]
 
     def weights(self, x: Tensor, y: Tensor) -> Tensor:
         q, k, _ = self.heads(x, y)

@@ -22,17 +22,38 @@ from regard.heads import Attribution, Table, attribution
 from regard.models import Decoder, Encoder, ModelConfig
 
 LLAMA: dict[str, Any] = {
-    "layers": 2, "embed_dim": 42, "num_heads": 6, "num_kv_heads": 3, "head_dim": 14, "vocabulary": 97, "inner": 47,
-    "context": 37, "causal": True, "positions": "rotary", "norm": "rms", "gated": True, "activation": "silu",
-    "mlp_bias": False, "bias": False}  # fmt: skip
+    "layers": 2,
+    "embed_dim": 42,
+    "num_heads": 6,
+    "num_kv_heads": 3,
+    "head_dim": 14,
+    "vocabulary": 97,
+    "inner": 47,
+    "context": 37,
+    "causal": True,
+    "positions": "rotary",
+    "norm": "rms",
+    "gated": True,
+    "activation": "silu",
+    "mlp_bias": False,
+    "bias": False,
+}
 OURS: dict[str, dict[str, Any]] = {
     "as SmolLM2": LLAMA | {"tied": True},
     "as Llama": LLAMA,
-    "as GPT-2": LLAMA | {"norm": "layer", "positions": "learned", "gated": False, "activation": "gelu_tanh",
-                         "mlp_bias": True, "bias": True, "tied": True},
+    "as GPT-2": LLAMA
+    | {
+        "norm": "layer",
+        "positions": "learned",
+        "gated": False,
+        "activation": "gelu_tanh",
+        "mlp_bias": True,
+        "bias": True,
+        "tied": True,
+    },
     "as NeoX": LLAMA | {"norm": "layer", "order": "parallel", "bias": True, "mlp_bias": True},
     "as Mistral": LLAMA | {"window": 5},
-}  # fmt: skip
+}
 THEIRS = {  # the last norm, the output projection of layer i, and how many heads
     "gpt2": ("transformer.ln_f", "transformer.h.{}.attn.c_proj", 3),
     "gpt_neox": ("gpt_neox.final_layer_norm", "gpt_neox.layers.{}.attention.dense", 3),
@@ -131,8 +152,11 @@ MORE: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma3": ("Gemma3ForCausalLM", {}, "self_attn.o_proj"),
     "glm4": ("Glm4ForCausalLM", {}, "self_attn.o_proj"),
     "granite": ("GraniteForCausalLM", {"residual_multiplier": 0.7, "logits_scaling": 3.0}, "self_attn.o_proj"),
-    "jamba": ("JambaForCausalLM", EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 0, "use_mamba_kernels": False,
-                                             "mamba_dt_rank": 3}, "self_attn.o_proj"),
+    "jamba": (
+        "JambaForCausalLM",
+        EXPERTS | {"attn_layer_period": 2, "attn_layer_offset": 0, "use_mamba_kernels": False, "mamba_dt_rank": 3},
+        "self_attn.o_proj",
+    ),
     "laguna": ("LagunaForCausalLM", EXPERTS, "self_attn.o_proj"),
     "nemotron": ("NemotronForCausalLM", {}, "self_attn.o_proj"),
     "olmo2": ("Olmo2ForCausalLM", {}, "self_attn.o_proj"),
@@ -141,7 +165,7 @@ MORE: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen3_next": ("Qwen3NextForCausalLM", EXPERTS | HYBRID, "self_attn.o_proj"),
     "stablelm": ("StableLmForCausalLM", {"use_parallel_residual": True}, "self_attn.o_proj"),
     "starcoder2": ("Starcoder2ForCausalLM", {}, "self_attn.o_proj"),
-}  # fmt: skip
+}
 
 
 def by_gradient(
@@ -293,9 +317,13 @@ def test_what_is_shown() -> None:
     found = Attribution({"a": torch.tensor([0.5, -2.0]), "b": torch.tensor([1.0])}, rest=3.25, logit=2.75, target=7)
     assert isinstance(found.table(), Table)
     assert found.table()[0] == {"layer": "a", "head": 1, "adds": -2.0}
-    assert str(found).splitlines() == ["logit 2.750 of token 7, of which 3.250 is not the heads'",
-                                       "layer  head    adds", "a         1  -2.000", "b         0   1.000",
-                                       "a         0   0.500"]  # fmt: skip
+    assert str(found).splitlines() == [
+        "logit 2.750 of token 7, of which 3.250 is not the heads'",
+        "layer  head    adds",
+        "a         1  -2.000",
+        "b         0   1.000",
+        "a         0   0.500",
+    ]
     assert found["b"] is found[1]
 
 
@@ -309,8 +337,10 @@ def test_models_that_have_no_such_sum() -> None:
     for model in (hf_models.model("bert"), encoder, Hand(by_operator), hf_models.model("t5")):
         with pytest.raises(ValueError, match=words.format(type(model).__name__)):
             attribution(model, ids)
-    words = ("model: expected layers that add what their heads give to the stream: as it is, scaled, or after a norm, "
-             r"received {}, whose stream is no sum of these")  # fmt: skip
+    words = (
+        "model: expected layers that add what their heads give to the stream: as it is, scaled, or after a norm, "
+        r"received {}, whose stream is no sum of these"
+    )
     post = drawn(Decoder(ModelConfig(**LLAMA | {"order": "post"})))
     with pytest.raises(ValueError, match=words.format(r"blocks\.0 \(Block\)")):
         attribution(post, ids)
@@ -321,12 +351,15 @@ def test_models_that_have_no_such_sum() -> None:
     [
         ("BertLMHeadModel", {"is_decoder": True}, r"bert\.encoder\.layer\.0 \(BertLayer\), whose stream is no sum"),
         ("DogeForCausalLM", {}, r"model\.layers\.0 \(DogeDecoderLayer\), whose stream is no sum"),
-        ("MiniMaxForCausalLM", EXPERTS | {"layer_types": ["full_attention"] * 2, "num_local_experts": 3},
-         r"model\.layers\.0 \(MiniMaxDecoderLayer\), whose stream is no sum of these"),
+        (
+            "MiniMaxForCausalLM",
+            EXPERTS | {"layer_types": ["full_attention"] * 2, "num_local_experts": 3},
+            r"model\.layers\.0 \(MiniMaxDecoderLayer\), whose stream is no sum of these",
+        ),
         ("OpenAIGPTLMHeadModel", {"n_embd": 24, "n_head": 6, "n_layer": 2}, r"transformer\.h\.0 \(Block\), whose"),
         ("DiffLlamaForCausalLM", {"num_key_value_heads": 2}, "received one that several attentions enter together"),
     ],
-)  # fmt: skip
+)
 def test_models_that_add_in_other_ways(kind: str, sizes: dict[str, Any], words: str) -> None:
     """A stream that is normalised itself, or gated: shares would be wrong, and no one would know."""
     with pytest.raises(ValueError, match=words):
@@ -391,8 +424,11 @@ def test_a_projection_with_an_adapter() -> None:
 def test_wrong_texts() -> None:
     model = ours("as Llama")
     for text in (some_ids(2, 5), torch.zeros(0, dtype=torch.int64), torch.zeros(3), torch.ones(3, dtype=torch.bool)):
-        with pytest.raises(ValueError, match=r"text: expected token ids \(N,\) or \(1, N\), one at least, received "
-                           r"torch\.\w+ of shape"):  # fmt: skip
+        with pytest.raises(
+            ValueError,
+            match=r"text: expected token ids \(N,\) or \(1, N\), one at least, received "
+            r"torch\.\w+ of shape",
+        ):
             attribution(model, text)
     for text in ([1, 2], None, 3):
         with pytest.raises(TypeError, match="text: expected a text or token ids, received"):

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import regard
 from regard import measures, models
 from regard.heads import Record, token_kinds, watch_all
-from regard.heads.corpus import is_punctuation
+from regard.heads.analysis.token_classes import is_punctuation
 from regard.models import EMBEDDED, Encoder, ModelConfig
-from regard.models.text import padded
+from regard.models.base import padded
 
 WITH = {
     name: pytest.mark.skipif(EMBEDDED[name].folder() is None, reason=f"the weights of {name} are not installed")
@@ -100,8 +100,10 @@ def test_padded_batches_of_our_models() -> None:
     right = by_hand(model, lambda: model(texts.ids, keep=texts.keep))
     same(watch_all(model, [texts]), right)
     rows = padded([[1, 2, 3], [4]])
-    same(watch_all(model, [rows, texts]), by_hand(model, lambda: model(rows.ids, keep=rows.keep),
-                                                  lambda: model(texts.ids, keep=texts.keep)))  # fmt: skip
+    same(
+        watch_all(model, [rows, texts]),
+        by_hand(model, lambda: model(rows.ids, keep=rows.keep), lambda: model(texts.ids, keep=texts.keep)),
+    )
 
 
 def test_measures_and_layers_are_those_of_watch() -> None:
@@ -161,12 +163,37 @@ def test_what_cannot_be_run() -> None:
 # Classes of tokens
 
 
-@pytest.mark.parametrize("token,right", [
-    (",", True), ("##.", True), ("Ġ!", True), ("▁?", True), (".</w>", True), ("...", True), ("$", True), ("–", True),
-    ("«", True), ("。", True), ("âĢĻ", True), ("ĠâĢĵ", True), ("##", True), (".\"", True),
-    ("a.", False), ("a", False), ("Ġ", False), ("▁", False), ("", False), ("[SEP]", False), ("<|im_end|>", False),
-    ("é", False), ("Ã©", False), ("3", False), ("Ċ", False), ("##s", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "token,right",
+    [
+        (",", True),
+        ("##.", True),
+        ("Ġ!", True),
+        ("▁?", True),
+        (".</w>", True),
+        ("...", True),
+        ("$", True),
+        ("–", True),
+        ("«", True),
+        ("。", True),
+        ("âĢĻ", True),
+        ("ĠâĢĵ", True),
+        ("##", True),
+        ('."', True),
+        ("a.", False),
+        ("a", False),
+        ("Ġ", False),
+        ("▁", False),
+        ("", False),
+        ("[SEP]", False),
+        ("<|im_end|>", False),
+        ("é", False),
+        ("Ã©", False),
+        ("3", False),
+        ("Ċ", False),
+        ("##s", False),
+    ],
+)
 def test_punctuation(token: str, right: bool) -> None:
     """As it is spelled in words, or in bytes as GPT-2 spells it: âĢĻ is ’."""
     assert is_punctuation(token) is right

@@ -127,13 +127,16 @@ def gate(projection: nn.Module, heads: int, head: int, text: int, value: float) 
         handle.remove()
 
 
-@pytest.mark.parametrize("name,layer,projection,heads", [
-    ("by hand", "layer", "layer.o", 3),
-    ("bert", "encoder.layer.0.attention.self", "encoder.layer.0.attention.output.dense", 3),
-    ("llama", "model.layers.1.self_attn", "model.layers.1.self_attn.o_proj", 6),
-    ("t5", "decoder.block.0.layer.1.EncDecAttention", "decoder.block.0.layer.1.EncDecAttention.o", 3),
-    ("bloom", "transformer.h.0.self_attention", "transformer.h.0.self_attention.dense", 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name,layer,projection,heads",
+    [
+        ("by hand", "layer", "layer.o", 3),
+        ("bert", "encoder.layer.0.attention.self", "encoder.layer.0.attention.output.dense", 3),
+        ("llama", "model.layers.1.self_attn", "model.layers.1.self_attn.o_proj", 6),
+        ("t5", "decoder.block.0.layer.1.EncDecAttention", "decoder.block.0.layer.1.EncDecAttention.o", 3),
+        ("bloom", "transformer.h.0.self_attention", "transformer.h.0.self_attention.dense", 3),
+    ],
+)
 def test_finite_differences(name: str, layer: str, projection: str, heads: int) -> None:
     """With steps that are large beside the float32 of some norms, and small beside the corners of ReLU."""
     model, batch = case(name)
@@ -247,13 +250,19 @@ def test_ranked() -> None:
     assert [(layer, head) for layer, head, _ in SCORES.ranked()] == [("a", 1), ("b", 0), ("b", 1), ("a", 2), ("a", 0)]
     assert [row["head"] for row in SCORES.table()] == [0, 2, 1, 0, 1]
     assert isinstance(SCORES.table(), Table)
-    assert str(SCORES).splitlines() == ["layer  head  importance", "a         0       0.500", "a         2       0.400",
-                                        "b         1       0.300", "b         0       0.200",
-                                        "a         1       0.100"]  # fmt: skip
+    assert str(SCORES).splitlines() == [
+        "layer  head  importance",
+        "a         0       0.500",
+        "a         2       0.400",
+        "b         1       0.300",
+        "b         0       0.200",
+        "a         1       0.100",
+    ]
 
 
-@pytest.mark.parametrize("count,right", [(0, {}), (1, {"a": [1]}), (2, {"a": [1], "b": [0]}),
-                                         (3, {"a": [1, 2], "b": [0]})])  # fmt: skip
+@pytest.mark.parametrize(
+    "count,right", [(0, {}), (1, {"a": [1]}), (2, {"a": [1], "b": [0]}), (3, {"a": [1, 2], "b": [0]})]
+)
 def test_least_never_empties_a_layer(count: int, right: dict[str, list[int]]) -> None:
     """The third is head 1 of b, which would be left with none: head 2 of a goes in its place."""
     assert SCORES.least(count) == right
@@ -313,8 +322,10 @@ def test_losses_without_a_gradient() -> None:
 def test_losses_of_something_else_than_the_examples() -> None:
     """A loss for each token is not one for each text."""
     model, x = made(Hand(by_operator)), noise(B, N, W)
-    with pytest.raises(ValueError, match="loss_fn: expected a loss for each of the 2 examples of layer, received 14 "
-                       "losses; remedy: their mean"):  # fmt: skip
+    with pytest.raises(
+        ValueError,
+        match="loss_fn: expected a loss for each of the 2 examples of layer, received 14 losses; remedy: their mean",
+    ):
         importance(model, lambda model, x: model(x).sum(-1).flatten(), [x])
 
 

@@ -107,8 +107,17 @@ def router_by_likeness(m: Learned, x: Tensor) -> Tensor:
     return torch.einsum("bnk,bkd->bnd", shares, torch.stack([expert(x.mean(1)) for expert in m.experts], 1))
 
 
-NOT = [codes, codes_by_distance, codes_by_squares, codes_of_each_text, codes_projected, soft_mixture,
-       soft_mixture_by_matmul, noisy_router, router_by_likeness]  # fmt: skip
+NOT = [
+    codes,
+    codes_by_distance,
+    codes_by_squares,
+    codes_of_each_text,
+    codes_projected,
+    soft_mixture,
+    soft_mixture_by_matmul,
+    noisy_router,
+    router_by_likeness,
+]
 
 
 @pytest.mark.parametrize("of", NOT, ids=lambda of: of.__name__)
@@ -277,8 +286,11 @@ def test_what_cannot_be_read_is_named_and_left_out(of: Callable[[Learned, Tensor
     assert list(seen.unseen) == ["something"]
     words = "could not be followed to a product with values" if of is not first_and_local else "computed in parts"
     assert words in seen.unseen["something"]
-    with pytest.raises(ValueError, match=r"could not be followed|computed in parts"), torch.no_grad(), \
-            regard.ablate(model, {"something": [0]}):  # fmt: skip
+    with (
+        pytest.raises(ValueError, match=r"could not be followed|computed in parts"),
+        torch.no_grad(),
+        regard.ablate(model, {"something": [0]}),
+    ):
         model(x)
 
 
@@ -296,11 +308,24 @@ def test_products_that_are_returned_are_no_attention() -> None:
 # Models of transformers
 
 BERT: dict[str, Any] = {
-    "num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 17, "vocab_size": 97,
-    "max_position_embeddings": 70}  # fmt: skip
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 3,
+    "intermediate_size": 17,
+    "vocab_size": 97,
+    "max_position_embeddings": 70,
+}
 BART: dict[str, Any] = {
-    "encoder_layers": 2, "decoder_layers": 2, "d_model": 24, "encoder_attention_heads": 3, "decoder_attention_heads": 3,
-    "encoder_ffn_dim": 17, "decoder_ffn_dim": 17, "vocab_size": 97, "decoder_start_token_id": 2}  # fmt: skip
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "d_model": 24,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 3,
+    "encoder_ffn_dim": 17,
+    "decoder_ffn_dim": 17,
+    "vocab_size": 97,
+    "decoder_start_token_id": 2,
+}
 T5: dict[str, Any] = {"vocab_size": 97, "d_model": 24, "d_kv": 8, "d_ff": 17, "num_layers": 2, "num_heads": 3}
 LEVELS = {"embedding_size": 8, "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]}
 
@@ -316,9 +341,15 @@ def _first(tokens: int = 13) -> Tensor:
 def _detr() -> tuple[Any, dict[str, Any]]:
     levels = transformers.ResNetConfig(**LEVELS, out_features=["stage2", "stage3", "stage4"])
     sizes = {"d_model": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_queries": 5}
-    model = transformers.DeformableDetrModel(transformers.DeformableDetrConfig(
-        **{**BART, **sizes}, backbone_config=levels, use_timm_backbone=False, use_pretrained_backbone=False,
-        backbone=None))  # fmt: skip
+    model = transformers.DeformableDetrModel(
+        transformers.DeformableDetrConfig(
+            **{**BART, **sizes},
+            backbone_config=levels,
+            use_timm_backbone=False,
+            use_pretrained_backbone=False,
+            backbone=None,
+        )
+    )
     return model, {"pixel_values": torch.zeros(2, 3, 64, 64)}
 
 
@@ -328,32 +359,86 @@ def _of(kind: str, given: dict[str, Any], **options: Any) -> tuple[Any, dict[str
 
 
 SPARSE: dict[str, tuple[Callable[[], tuple[Any, dict[str, Any]]], str, int]] = {
-    "longformer": (lambda: _of("LongformerModel",
-                               {"input_ids": hf_models.some_ids(), "global_attention_mask": _first()},
-                               **BERT, attention_window=[4, 4]), "encoder.layer.{}.attention.self", 0),
-    "led": (lambda: _of("LEDModel", _pair() | {"global_attention_mask": _first()}, **BART, attention_window=4,
-                        max_encoder_position_embeddings=40, max_decoder_position_embeddings=40),
-            "encoder.layers.{}.self_attn.longformer_self_attn", 4),
-    "pegasus_x": (lambda: _of("PegasusXModel", _pair(16), **BART, max_position_embeddings=40, num_global_tokens=3,
-                              block_size=4), "encoder.layers.{}.self_attn", 4),
-    "big_bird": (lambda: _of("BigBirdModel", {"input_ids": hf_models.some_ids(2, 64)}, **BERT, block_size=4,
-                             attention_type="block_sparse", num_random_blocks=1),
-                 "encoder.layer.{}.attention.self", 0),
-    "longt5": (lambda: _of("LongT5Model", _pair(), **T5, local_radius=3),
-               "encoder.block.{}.layer.0.LocalSelfAttention", 4),
-    "longt5, global": (lambda: _of("LongT5Model", _pair(), **T5, local_radius=3, global_block_size=4,
-                                   encoder_attention_type="transient-global"),
-                       "encoder.block.{}.layer.0.TransientGlobalSelfAttention", 4),
-    "reformer": (lambda: _of("ReformerModel", {"input_ids": hf_models.some_ids(2, 16)},
-                             **{n: BERT[n] for n in ("num_hidden_layers", "hidden_size", "num_attention_heads")},
-                             attn_layers=["local", "local"], attention_head_size=8, axial_pos_embds=False,
-                             max_position_embeddings=40, local_attn_chunk_length=4, vocab_size=97),
-                 "encoder.layers.{}.attention.self_attention", 0),
-    "nystromformer": (lambda: _of("NystromformerModel", {"input_ids": hf_models.some_ids(2, 12)}, **BERT,
-                                  num_landmarks=4, conv_kernel_size=3, segment_means_seq_len=12),
-                      "encoder.layer.{}.attention.self", 0),
+    "longformer": (
+        lambda: _of(
+            "LongformerModel",
+            {"input_ids": hf_models.some_ids(), "global_attention_mask": _first()},
+            **BERT,
+            attention_window=[4, 4],
+        ),
+        "encoder.layer.{}.attention.self",
+        0,
+    ),
+    "led": (
+        lambda: _of(
+            "LEDModel",
+            _pair() | {"global_attention_mask": _first()},
+            **BART,
+            attention_window=4,
+            max_encoder_position_embeddings=40,
+            max_decoder_position_embeddings=40,
+        ),
+        "encoder.layers.{}.self_attn.longformer_self_attn",
+        4,
+    ),
+    "pegasus_x": (
+        lambda: _of("PegasusXModel", _pair(16), **BART, max_position_embeddings=40, num_global_tokens=3, block_size=4),
+        "encoder.layers.{}.self_attn",
+        4,
+    ),
+    "big_bird": (
+        lambda: _of(
+            "BigBirdModel",
+            {"input_ids": hf_models.some_ids(2, 64)},
+            **BERT,
+            block_size=4,
+            attention_type="block_sparse",
+            num_random_blocks=1,
+        ),
+        "encoder.layer.{}.attention.self",
+        0,
+    ),
+    "longt5": (
+        lambda: _of("LongT5Model", _pair(), **T5, local_radius=3),
+        "encoder.block.{}.layer.0.LocalSelfAttention",
+        4,
+    ),
+    "longt5, global": (
+        lambda: _of(
+            "LongT5Model", _pair(), **T5, local_radius=3, global_block_size=4, encoder_attention_type="transient-global"
+        ),
+        "encoder.block.{}.layer.0.TransientGlobalSelfAttention",
+        4,
+    ),
+    "reformer": (
+        lambda: _of(
+            "ReformerModel",
+            {"input_ids": hf_models.some_ids(2, 16)},
+            **{n: BERT[n] for n in ("num_hidden_layers", "hidden_size", "num_attention_heads")},
+            attn_layers=["local", "local"],
+            attention_head_size=8,
+            axial_pos_embds=False,
+            max_position_embeddings=40,
+            local_attn_chunk_length=4,
+            vocab_size=97,
+        ),
+        "encoder.layers.{}.attention.self_attention",
+        0,
+    ),
+    "nystromformer": (
+        lambda: _of(
+            "NystromformerModel",
+            {"input_ids": hf_models.some_ids(2, 12)},
+            **BERT,
+            num_landmarks=4,
+            conv_kernel_size=3,
+            segment_means_seq_len=12,
+        ),
+        "encoder.layer.{}.attention.self",
+        0,
+    ),
     "deformable_detr": (_detr, "encoder.layers.{}.self_attn.attn", 2),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("family", SPARSE)
@@ -374,9 +459,18 @@ def test_sparse_attention_of_transformers_is_named_and_left_out(family: str) -> 
 
 
 def test_prophetnets_second_stream_is_named_beside_the_first() -> None:
-    sizes = {"vocab_size": 97, "hidden_size": 24, "encoder_ffn_dim": 17, "decoder_ffn_dim": 17, "num_encoder_layers": 1,
-             "num_decoder_layers": 1, "num_encoder_attention_heads": 3, "num_decoder_attention_heads": 3,
-             "max_position_embeddings": 40, "ngram": 2}  # fmt: skip
+    sizes = {
+        "vocab_size": 97,
+        "hidden_size": 24,
+        "encoder_ffn_dim": 17,
+        "decoder_ffn_dim": 17,
+        "num_encoder_layers": 1,
+        "num_decoder_layers": 1,
+        "num_encoder_attention_heads": 3,
+        "num_decoder_attention_heads": 3,
+        "max_position_embeddings": 40,
+        "ngram": 2,
+    }
     model, given = _of("ProphetNetModel", _pair(), **sizes)
     with torch.no_grad(), regard.watch(model.eval(), measures=["entropy"], keep="qk") as seen:
         out = model(**given, output_attentions=True)

@@ -21,20 +21,14 @@ from regard import masks, measures, models
 from regard.draw.scene import Scene
 from regard.heads import Record, token_kinds, watch_all
 from regard.models import EMBEDDED, Decoder, Encoder, ModelConfig
-from regard.models.text import padded
+from regard.models.base import padded
 
 WITH = {
     name: pytest.mark.skipif(EMBEDDED[name].folder() is None, reason=f"the weights of {name} are not installed")
     for name in ("minilm", "smollm2")
 }
 PAD = 7  # a token that occurs in the texts, too: padding is known by the mask, not by its id
-TEXTS = [
-    [5, 11, 7, 13, 11, 7, 17, 5, 11, 13, 5],
-    [7, 3, 3, 19, 3],
-    [2, 7, 23, 2, 7, 23, 2, 7],
-    [29, 7, 11],
-    [5, 7],
-]
+TEXTS = [[5, 11, 7, 13, 11, 7, 17, 5, 11, 13, 5], [7, 3, 3, 19, 3], [2, 7, 23, 2, 7, 23, 2, 7], [29, 7, 11], [5, 7]]
 
 
 def every_measure() -> list[Any]:
@@ -319,8 +313,10 @@ def test_measures_of_ones_own() -> None:
 def test_roles_by_tokens_in_words() -> None:
     """Each text's own words, or as many as there are slots: separators and punctuation are where its tokens are."""
     model, make = MODELS["regard decoder"]()
-    words = [[",;.:!?"[token % 6] if token % 3 == 0 else "[SEP]" if token % 3 == 1 else "a" for token in text]
-             for text in TEXTS]  # fmt: skip
+    words = [
+        [",;.:!?"[token % 6] if token % 3 == 0 else "[SEP]" if token % 3 == 1 else "a" for token in text]
+        for text in TEXTS
+    ]
     evidence = []
     for side, batch in rows_of(make, TEXTS)[1].items():
         seen = watch_all(model, batch, progress=False)
@@ -421,8 +417,10 @@ def test_minilm() -> None:
     assert got.table()[2]["previous"] > 0.9
     assert got.roles()[2].role == "previous"
     kinds = measures.Tokens(token_kinds(model))
-    by_kind = [watch_all(model, batches, progress=False, measures=["previous", kinds])
-               for batches in (SENTENCES, [model.encode_batch(SENTENCES)])]  # fmt: skip
+    by_kind = [
+        watch_all(model, batches, progress=False, measures=["previous", kinds])
+        for batches in (SENTENCES, [model.encode_batch(SENTENCES)])
+    ]
     same(by_kind[1], by_kind[0], 1e-4)
 
 

@@ -12,7 +12,7 @@ from heads.oracle_hands import Hand, by_operator
 from torch import Tensor, nn
 
 from regard import models
-from regard.heads import probes
+from regard.heads.analysis import probes
 from regard.models import EMBEDDED, Decoder, ModelConfig
 
 WITH_SMOLLM2 = pytest.mark.skipif(EMBEDDED["smollm2"].folder() is None, reason="the weights of it are not installed")
@@ -125,8 +125,9 @@ def test_each_module_is_as_it_was() -> None:
 def test_vocabularies(which: str) -> None:
     """By the configuration: 97 tokens, all of them may come."""
     if which == "ours":
-        model: Any = Decoder(ModelConfig(layers=1, embed_dim=6, num_heads=3, vocabulary=97, inner=7, context=200,
-                                         causal=True))  # fmt: skip
+        model: Any = Decoder(
+            ModelConfig(layers=1, embed_dim=6, num_heads=3, vocabulary=97, inner=7, context=200, causal=True)
+        )
     else:
         model = hf_models.model(which)
     seen = probes.induction(model, length=17, batch=3, **({} if which == "ours" else {"use_cache": False}))

@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-import regard.linear
+import regard.onednn
 from regard import AttentionBlock, KVCache, MultiHeadAttention, models, swap
 from regard.heads import load_pruned, save_pruned
-from regard.heads.prune import prune
+from regard.heads.interventions.prune import prune
 from regard.layouts.swap import SplitAttention
 from regard.masks import Causal
 from regard.models import Decoder, Encoder, ModelConfig
@@ -96,9 +96,13 @@ LAYERS: dict[str, dict[str, Any]] = {
     "sinks": {"num_heads": 5, "head_dim": 3, "sinks": True, "softcap": 2.0, "scale": 0.7},
     "grouped": {"num_heads": 6, "num_kv_heads": 3, "head_dim": 5, "value_head_dim": 2, "sinks": True},
     "grouped relative": {
-        "num_heads": 6, "num_kv_heads": 2, "head_dim": 3, "position_encoding": lambda: RelativeBias(6, num_buckets=7)},
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 3,
+        "position_encoding": lambda: RelativeBias(6, num_buckets=7),
+    },
     "one kv head": {"num_heads": 5, "num_kv_heads": 1, "head_dim": 3},
-}  # fmt: skip
+}
 
 
 def layer(kind: str = "plain", dtype: torch.dtype = torch.float64) -> MultiHeadAttention:
@@ -354,8 +358,17 @@ def test_names_of_a_split_module() -> None:
 # Models of ours
 
 _ENCODER: dict[str, Any] = {"layers": 3, "embed_dim": 15, "num_heads": 5, "vocabulary": 97, "inner": 7, "context": 43}
-_DECODER: dict[str, Any] = {**_ENCODER, "num_heads": 6, "num_kv_heads": 3, "head_dim": 4, "positions": "rotary",
-                            "kind": "decoder", "causal": True, "norm": "rms", "gated": True}  # fmt: skip
+_DECODER: dict[str, Any] = {
+    **_ENCODER,
+    "num_heads": 6,
+    "num_kv_heads": 3,
+    "head_dim": 4,
+    "positions": "rotary",
+    "kind": "decoder",
+    "causal": True,
+    "norm": "rms",
+    "gated": True,
+}
 
 
 def ids(batch: int = B, tokens: int = N) -> Tensor:
@@ -401,17 +414,22 @@ def test_the_model_of_a_pruned_file_may_be_named(tmp_path: Path, monkeypatch: An
     assert named == [tmp_path / "whole"]
 
 
-@pytest.mark.parametrize("about, words", [
-    ([], "regard.pruned: expected an object"), ({"model": "minilm"}, "heads: expected a list, received None"),
-    ({"heads": []}, "model: expected a string, received None"), ({"model": 3, "heads": []}, "model: expected a string"),
-    ({"model": "minilm", "heads": [[0]]}, r"heads\[0\]: expected a list of 2, received one of 1"),
-    ({"model": "minilm", "heads": [[0, 5]]}, "heads: expected a list, received 5"),
-    ({"model": "minilm", "heads": [[0, [-1]]]}, r"heads\[0\]: expected an integer from 0 on"),
-    ({"model": "minilm", "heads": [[0, [1.0]]]}, r"heads\[0\]: expected an integer from 0 on"),
-    ({"model": "minilm", "heads": [[None, [1]]]}, r"heads: expected an integer from "),
-    ({"model": "minilm", "heads": [[10**9, [1]]]}, r"heads: expected an integer from "),
-    ({"model": "minilm", "heads": [[0, [1]], [0, [2]]]}, "heads: expected each layer once"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "about, words",
+    [
+        ([], "regard.pruned: expected an object"),
+        ({"model": "minilm"}, "heads: expected a list, received None"),
+        ({"heads": []}, "model: expected a string, received None"),
+        ({"model": 3, "heads": []}, "model: expected a string"),
+        ({"model": "minilm", "heads": [[0]]}, r"heads\[0\]: expected a list of 2, received one of 1"),
+        ({"model": "minilm", "heads": [[0, 5]]}, "heads: expected a list, received 5"),
+        ({"model": "minilm", "heads": [[0, [-1]]]}, r"heads\[0\]: expected an integer from 0 on"),
+        ({"model": "minilm", "heads": [[0, [1.0]]]}, r"heads\[0\]: expected an integer from 0 on"),
+        ({"model": "minilm", "heads": [[None, [1]]]}, r"heads: expected an integer from "),
+        ({"model": "minilm", "heads": [[10**9, [1]]]}, r"heads: expected an integer from "),
+        ({"model": "minilm", "heads": [[0, [1]], [0, [2]]]}, "heads: expected each layer once"),
+    ],
+)
 def test_a_pruned_file_that_is_damaged(about: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"small: {words}"):
         load_pruned(pruned_file(tmp_path / "small", about), Encoder(ModelConfig(**_ENCODER)))
@@ -473,7 +491,7 @@ def test_decoder_with_caches() -> None:
     assert [block.attention.num_kv_heads for block in model.blocks] == [2, 3, 3]
 
 
-@pytest.mark.skipif(not regard.linear._dtypes(), reason="oneDNN, which packs weights, is not there")
+@pytest.mark.skipif(not regard.onednn._dtypes(), reason="oneDNN, which packs weights, is not there")
 def test_packed_copies_are_not_those_of_before() -> None:
     model = randomised(Decoder(ModelConfig(**_DECODER)), torch.float32)
     x = ids(1, 1)
@@ -495,12 +513,26 @@ def test_packed_copies_are_not_those_of_before() -> None:
 # ----------------------------------------------------------------------------------------------------
 # Hugging Face transformers
 
-_BERT: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 15, "num_attention_heads": 5, "intermediate_size": 7,
-                         "vocab_size": 97, "max_position_embeddings": 43}  # fmt: skip
+_BERT: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 15,
+    "num_attention_heads": 5,
+    "intermediate_size": 7,
+    "vocab_size": 97,
+    "max_position_embeddings": 43,
+}
 _LLAMA: dict[str, Any] = {**_BERT, "hidden_size": 18, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 4}
 _BART: dict[str, Any] = {
-    "vocab_size": 97, "max_position_embeddings": 43, "d_model": 15, "encoder_layers": 1, "decoder_layers": 1,
-    "encoder_attention_heads": 5, "decoder_attention_heads": 5, "encoder_ffn_dim": 7, "decoder_ffn_dim": 7}  # fmt: skip
+    "vocab_size": 97,
+    "max_position_embeddings": 43,
+    "d_model": 15,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 5,
+    "decoder_attention_heads": 5,
+    "encoder_ffn_dim": 7,
+    "decoder_ffn_dim": 7,
+}
 _GPT2: dict[str, Any] = {"n_layer": 2, "n_embd": 15, "n_head": 5, "n_inner": 7, "vocab_size": 97, "n_positions": 43}
 SPECIAL: dict[str, Any] = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 1}
 
@@ -509,14 +541,18 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, str, int]] = {
     "Bert": ("BertModel", _BERT, "encoder.layer.{}.attention", "output.dense", 5),
     "BertDecoder": ("BertModel", {**_BERT, "is_decoder": True}, "encoder.layer.{}.attention", "output.dense", 5),
     "Roberta": ("RobertaModel", _BERT, "encoder.layer.{}.attention", "output.dense", 5),
-    "DistilBert": ("DistilBertModel", {"n_layers": 2, "dim": 15, "n_heads": 5, "hidden_dim": 7, "vocab_size": 97,
-                                       "max_position_embeddings": 43},
-                   "transformer.layer.{}.attention", "out_lin", 5),
+    "DistilBert": (
+        "DistilBertModel",
+        {"n_layers": 2, "dim": 15, "n_heads": 5, "hidden_dim": 7, "vocab_size": 97, "max_position_embeddings": 43},
+        "transformer.layer.{}.attention",
+        "out_lin",
+        5,
+    ),
     "ViT": ("ViTModel", {**_BERT, "image_size": 15, "patch_size": 5}, "layers.{}.attention", "o_proj", 5),
     "GPT2": ("GPT2Model", _GPT2, "h.{}.attn", "c_proj", 5),
     "Llama": ("LlamaModel", _LLAMA, "layers.{}.self_attn", "o_proj", 6),
     "Qwen3": ("Qwen3Model", _LLAMA, "layers.{}.self_attn", "o_proj", 6),
-}  # fmt: skip
+}
 
 
 def theirs(kind: str, sizes: dict[str, Any], implementation: str = "eager", dtype: torch.dtype = torch.float64) -> Any:
@@ -589,10 +625,11 @@ def test_generation_with_a_cache(kind: str, implementation: str) -> None:
     prune(model, {0: [0, 1], f"{model.base_model_prefix}.{path.format(1)}": [4]} if kind == "GPT2" else {0: [0, 1]})
     start = ids(1, 3) % 90 + 4
     tokens = {
-        use_cache: model.generate(start, max_new_tokens=7, do_sample=False, use_cache=use_cache,
-                                  attention_mask=torch.ones_like(start)).tolist()
+        use_cache: model.generate(
+            start, max_new_tokens=7, do_sample=False, use_cache=use_cache, attention_mask=torch.ones_like(start)
+        ).tolist()
         for use_cache in (True, False)
-    }  # fmt: skip
+    }
     assert tokens[True] == tokens[False]
     with torch.no_grad():
         cached = model(start, use_cache=True).past_key_values
@@ -647,19 +684,35 @@ def test_one_attention_within_a_layer_of_transformers() -> None:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "norms over all heads": ("Olmo2Model", _LLAMA, r"layers.0.self_attn: expected projections, and norms over one "
-                             r"head, alone, received a parameter 'q_norm.weight' \(24,\)"),
+    "norms over all heads": (
+        "Olmo2Model",
+        _LLAMA,
+        r"layers.0.self_attn: expected projections, and norms over one "
+        r"head, alone, received a parameter 'q_norm.weight' \(24,\)",
+    ),
     "parameters beside": ("DiffLlamaModel", {**_LLAMA, "num_key_value_heads": 2}, "received a parameter 'lambda_q1'"),
-    "another way to attend": ("NystromformerModel", {**_BERT, "segment_means_seq_len": 42, "num_landmarks": 7},
-                              "expected attention of transformers that is computed by its common functions "
-                              r"\(with head_dim and is_causal\), received NystromformerSelfAttention; "
-                              "remedy: regard.layouts.load"),
+    "another way to attend": (
+        "NystromformerModel",
+        {**_BERT, "segment_means_seq_len": 42, "num_landmarks": 7},
+        "expected attention of transformers that is computed by its common functions "
+        r"\(with head_dim and is_causal\), received NystromformerSelfAttention; "
+        "remedy: regard.layouts.load",
+    ),
     "another order": ("GPTBigCodeModel", _GPT2, "expected c_attn and c_proj as GPT-2 has them, Conv1D, received"),
-    "shared keys": ("Gemma3nTextModel", {**_LLAMA, "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 97,
-                                         "hidden_size_per_layer_input": 3, "laurel_rank": 2, "altup_num_inputs": 2,
-                                         "layer_types": ["full_attention"] * 2},
-                    "expected keys and values of its own, received some that layers share"),
-}  # fmt: skip
+    "shared keys": (
+        "Gemma3nTextModel",
+        {
+            **_LLAMA,
+            "num_kv_shared_layers": 1,
+            "vocab_size_per_layer_input": 97,
+            "hidden_size_per_layer_input": 3,
+            "laurel_rank": 2,
+            "altup_num_inputs": 2,
+            "layer_types": ["full_attention"] * 2,
+        },
+        "expected keys and values of its own, received some that layers share",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import regard
 from regard import measures
-from regard.heads import Layer, Record, Table
+from regard.heads import LayerRecord, Record, Table
 from regard.masks import Causal
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
@@ -118,9 +118,8 @@ PARTS: dict[str, tuple[dict[str, Any], Any]] = {
     "a text": ({"batch": 1}, (1,)),
     "the last text": ({"batch": -1}, (-1,)),
     "one number": ({"head": 1, "rows": 5, "cols": 2, "batch": 0}, (0, 1, 5, 2)),
-    "a part": ({"head": [1], "rows": slice(3, 6), "cols": slice(0, 4), "batch": 1},
-               (1, [1], slice(3, 6), slice(0, 4))),
-}  # fmt: skip
+    "a part": ({"head": [1], "rows": slice(3, 6), "cols": slice(0, 4), "batch": 1}, (1, [1], slice(3, 6), slice(0, 4))),
+}
 
 
 def _padded() -> Record:
@@ -157,12 +156,12 @@ RECORDS = {
 
 
 @pytest.fixture(scope="module", params=RECORDS)
-def kept(request: Any) -> Layer:
+def kept(request: Any) -> LayerRecord:
     return RECORDS[request.param]()[0]
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_part_is_cut_from_the_whole(name: str, kept: Layer) -> None:
+def test_a_part_is_cut_from_the_whole(name: str, kept: LayerRecord) -> None:
     asked, index = PARTS[name]
     whole = kept.weights()
     assert whole.shape == (*kept.text.shape, kept.text.queries, kept.text.total)  # type: ignore[union-attr]
@@ -240,7 +239,7 @@ def test_rollouts_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
     both.by_name["other"] = hand(keep="qk")[0][0]
     with pytest.raises(ValueError, match=r"received sizes \{\(\d+, \d+\), \(\d+, \d+\)\}"):
         both.rollout()
-    monkeypatch.setattr("regard.heads.record.DENSE", 12)
+    monkeypatch.setattr("regard.heads.record.record.DENSE", 12)
     with pytest.raises(ValueError, match="rollout: expected at most 12 tokens, for it builds dense maps, received 13"):
         llama().rollout()
 
@@ -267,8 +266,18 @@ def test_table_of_everything() -> None:
     """What is asked for itself is not taken from the offsets; classes of tokens have a column each; cross says so."""
     model, given = hf_models.model("t5"), hf_models.inputs("t5")
     kinds = measures.Tokens({"low": [5, 7, 9], "high": [11, 13]})
-    wanted = ["offsets", "previous", "induction", "contribution", "received", "divergence", measures.Links(2),
-              measures.Heatmap(3), measures.Local(2), kinds]  # fmt: skip
+    wanted = [
+        "offsets",
+        "previous",
+        "induction",
+        "contribution",
+        "received",
+        "divergence",
+        measures.Links(2),
+        measures.Heatmap(3),
+        measures.Local(2),
+        kinds,
+    ]
     with torch.no_grad(), regard.watch(model, measures=wanted) as seen:
         model(**given)
     rows = seen.table()
@@ -328,10 +337,17 @@ class Entropy(measures.PerQuery):
 
 
 def everything() -> list[Any]:
-    return [*("entropy", "peak", "distance", "offset", "received", "on_first", "previous", "next", "itself"),
-            *("induction", "duplicate", "contribution", "divergence"), measures.Offsets(3, 2), measures.Local(2),
-            measures.Heatmap(3, 2), measures.Crop(1, 4, 0, 3), measures.Links(3), Confident(0.7),
-            measures.Tokens({"odd": range(1, 97, 2), "few": [5, 7, 11]})]  # fmt: skip
+    return [
+        *("entropy", "peak", "distance", "offset", "received", "on_first", "previous", "next", "itself"),
+        *("induction", "duplicate", "contribution", "divergence"),
+        measures.Offsets(3, 2),
+        measures.Local(2),
+        measures.Heatmap(3, 2),
+        measures.Crop(1, 4, 0, 3),
+        measures.Links(3),
+        Confident(0.7),
+        measures.Tokens({"odd": range(1, 97, 2), "few": [5, 7, 11]}),
+    ]
 
 
 def _family(family: str, *forwards: dict[str, Any], **options: Any) -> Record:
@@ -362,10 +378,10 @@ FILES = {
     "no measures": lambda: hand(measures=[], keep="qk")[0],
     "bits": lambda: hand(measures=[Entropy(2.0)])[0],
     "float64": lambda: _sinks(),
-}  # fmt: skip
+}
 
 
-def same(got: Layer, right: Layer) -> None:
+def same(got: LayerRecord, right: LayerRecord) -> None:
     """Everything that can be asked of a layer."""
     assert (got.name, got.kind, got.texts, got.heads) == (right.name, right.kind, right.texts, right.heads)
     assert got.axes == right.axes

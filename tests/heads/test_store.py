@@ -39,8 +39,17 @@ B, H, N = 2, 3, 5  # texts, heads, tokens
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What a record of two texts says of itself, and its tensors."""
     torch.manual_seed(0)
-    own = [Entropy(), Peak(), Previous(), Offsets(2, 1), Received(), Links(2), Heatmap(3), Tokens({"few": [1, 2, 3]}),
-           Confident()]  # fmt: skip
+    own = [
+        Entropy(),
+        Peak(),
+        Previous(),
+        Offsets(2, 1),
+        Received(),
+        Links(2),
+        Heatmap(3),
+        Tokens({"few": [1, 2, 3]}),
+        Confident(),
+    ]
     sizes = ModelConfig(layers=2, embed_dim=12, num_heads=H, vocabulary=11, inner=7, context=13, causal=True)
     model = Decoder(sizes).eval()
     with torch.no_grad(), regard.watch(model, measures=own) as seen:
@@ -100,8 +109,32 @@ def changed(about: Any, where: tuple[Any, ...], change: Callable[[Any, Any], Non
     return whole
 
 
-BAD: list[Any] = [None, True, 0, -1, 3, 10**6, 3 * 10**8, 2**63, 10**30, 2.5, NAN, INF, "", "x", "1", [], [0], [[]],
-                  {}, {"a": "query"}, ["x", "x"], "Measure", "rollout", "../x"]  # fmt: skip
+BAD: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    3,
+    10**6,
+    3 * 10**8,
+    2**63,
+    10**30,
+    2.5,
+    NAN,
+    INF,
+    "",
+    "x",
+    "1",
+    [],
+    [0],
+    [[]],
+    {},
+    {"a": "query"},
+    ["x", "x"],
+    "Measure",
+    "rollout",
+    "../x",
+]
 
 
 def test_the_record_itself_is_loaded(saved, tmp_path: Path) -> None:
@@ -184,14 +217,20 @@ def test_a_huge_count_takes_no_memory(saved, tmp_path: Path, size: str) -> None:
             Record.load(tmp_path / "record")
 
 
-@pytest.mark.parametrize("said, words", [
-    ("[" * 100_000 + "]" * 100_000, "nested too deeply"), ('{"version": 1', "Expecting"), ("1" * 10_000, "4300 digits"),
-    ("[]", "regard.record: expected an object"), ('{"version": 1}', "layers: expected a list of objects"),
-    ('{"version": true, "layers": []}', "version: expected version 1"),
-    ('{"version": 1, "layers": [], "tokens": [["a"]], "pair": true}', "tokens: expected two lists"),
-    ('{"version": 1, "layers": [], "tokens": [[["a"]]]}', "tokens: expected tokens in a list"),
-    ('{"version": 1, "layers": [{}]}', r"layers\[0\].kind: expected a string, received None"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "said, words",
+    [
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ('{"version": 1', "Expecting"),
+        ("1" * 10_000, "4300 digits"),
+        ("[]", "regard.record: expected an object"),
+        ('{"version": 1}', "layers: expected a list of objects"),
+        ('{"version": true, "layers": []}', "version: expected version 1"),
+        ('{"version": 1, "layers": [], "tokens": [["a"]], "pair": true}', "tokens: expected two lists"),
+        ('{"version": 1, "layers": [], "tokens": [[["a"]]]}', "tokens: expected tokens in a list"),
+        ('{"version": 1, "layers": [{}]}', r"layers\[0\].kind: expected a string, received None"),
+    ],
+)
 def test_what_is_no_description_of_a_record(tmp_path: Path, said: str, words: str) -> None:
     (tmp_path / "record").write_bytes(written(said, {}))
     with pytest.raises(ValueError, match=rf"record: .*{words}"):

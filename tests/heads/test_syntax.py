@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from regard.heads import treebank
-from regard.heads.syntax import Question, Tally, answered, interval, report, syntax, words_from_pieces
+from regard.heads.analysis import treebank
+from regard.heads.analysis.syntax import Question, Tally, answered, interval, report, syntax, words_from_pieces
 from regard.models import Encoder, ModelConfig
 
-room = sys.modules["regard.heads.syntax"]  # (`regard.heads.syntax` is the function)
+room = sys.modules["regard.heads.analysis.syntax"]  # (`regard.heads.syntax` is the function)
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers, which cuts text, is not installed")
 
@@ -69,8 +69,14 @@ def of_words() -> Any:
 
 
 def new_model(**changes: Any) -> Encoder:
-    options: dict[str, Any] = {"layers": 2, "embed_dim": 6, "num_heads": 3, "vocabulary": len(VOCABULARY), "inner": 7,
-                               "context": 17}  # fmt: skip
+    options: dict[str, Any] = {
+        "layers": 2,
+        "embed_dim": 6,
+        "num_heads": 3,
+        "vocabulary": len(VOCABULARY),
+        "inner": 7,
+        "context": 17,
+    }
     torch.manual_seed(0)
     return Encoder(ModelConfig(**options | changes), of_words())
 
@@ -289,9 +295,15 @@ def test_a_role_is_ten_points_over_the_offset_and_over_shuffled_down_to_the_low_
 
 @pytest.mark.parametrize(
     "relation, role",
-    [("nsubj", "subject and verb"), ("nsubj:pass", "subject and verb"), ("acl:relcl", "relative clause"),
-     ("acl", "acl"), ("nmod:poss", "possessor and noun"), ("vocative", "vocative")],
-)  # fmt: skip
+    [
+        ("nsubj", "subject and verb"),
+        ("nsubj:pass", "subject and verb"),
+        ("acl:relcl", "relative clause"),
+        ("acl", "acl"),
+        ("nmod:poss", "possessor and noun"),
+        ("vocative", "vocative"),
+    ],
+)
 def test_roles_have_names(relation: str, role: str) -> None:
     key = (relation, "to head")
     half, chance = counted([0, 90, 0], 100, {1: 30}, key), counted(BAD, 100, {}, key)
@@ -331,8 +343,20 @@ def test_rows_as_plain_ones_and_as_a_table() -> None:
     assert second["gain"] == pytest.approx(0.39)
     lines = str(found).split("\n")
     assert lines[0].startswith("211 sentences; each head chosen on one half")
-    assert lines[1].split() == ["relation", "direction", "layer", "head", "accuracy", "95", "%", "baseline", "gain",
-                                "shuffled", "n", "role"]  # fmt: skip
+    assert lines[1].split() == [
+        "relation",
+        "direction",
+        "layer",
+        "head",
+        "accuracy",
+        "95",
+        "%",
+        "baseline",
+        "gain",
+        "shuffled",
+        "n",
+        "role",
+    ]
     assert lines[2].split()[:10] == ["amod", "to", "dependent", "one", "0", "99.0", "94.6-99.8", "2.0", "at", "+1"]
     assert lines[3].split()[4:12] == ["1", "73.0", "63.6-80.7", "34.0", "at", "-2", "39.0", "2.0"]
     assert len({line.index("one") for line in lines[2:]}) == 1  # aligned
@@ -588,20 +612,34 @@ def test_the_first_word_after_a_special_token_is_a_candidate() -> None:
 
 def test_trees_of_other_sentences_are_as_long() -> None:
     lengths = [3, 5, 3, 7, 5, 3]
-    texts = [room._Text([1] * (n + 1), [-1, *range(n)], n, [Question("x", "to head", 0, (n - 1,)),
-                                                            Question(str(i), "to head", 1, (0,))])
-             for i, n in enumerate(lengths)]  # fmt: skip
+    texts = [
+        room._Text(
+            [1] * (n + 1),
+            [-1, *range(n)],
+            n,
+            [Question("x", "to head", 0, (n - 1,)), Question(str(i), "to head", 1, (0,))],
+        )
+        for i, n in enumerate(lengths)
+    ]
     others = room._exchanged(texts)
-    assert [[q.relation for q in some] for some in others] == [["x", "5"], ["x", "4"], ["x", "0"], [], ["x", "1"],
-                                                               ["x", "2"]]  # fmt: skip
+    assert [[q.relation for q in some] for some in others] == [
+        ["x", "5"],
+        ["x", "4"],
+        ["x", "0"],
+        [],
+        ["x", "1"],
+        ["x", "2"],
+    ]
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2"])
 def test_maps_are_those_of_transformers(family: str) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     torch.manual_seed(0)
-    sizes = {"bert": {"num_hidden_layers": 2, "hidden_size": 15, "num_attention_heads": 3, "intermediate_size": 7},
-             "gpt2": {"n_layer": 2, "n_embd": 15, "n_head": 3}}[family]  # fmt: skip
+    sizes = {
+        "bert": {"num_hidden_layers": 2, "hidden_size": 15, "num_attention_heads": 3, "intermediate_size": 7},
+        "gpt2": {"n_layer": 2, "n_embd": 15, "n_head": 3},
+    }[family]
     config = transformers.AutoConfig.for_model(family, vocab_size=17, **sizes)
     model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
     ids = torch.randint(17, (2, 7))
@@ -622,8 +660,9 @@ def stories(count: int) -> str:
     text = ""
     for i in range(count):
         said = [f"Entity=(c{i}-animal-2", f"Entity=c{i})", "_", f"Entity=(d{i}-animal-2", f"Entity=d{i})"]
-        text += "# newdoc\n" + rows(["the", "cat", "saw", "a", "dog"], [1, 2, None, 4, 2],
-                                    ["det", "nsubj", "root", "det", "obj"], said)  # fmt: skip
+        text += "# newdoc\n" + rows(
+            ["the", "cat", "saw", "a", "dog"], [1, 2, None, 4, 2], ["det", "nsubj", "root", "det", "obj"], said
+        )
         text += rows(["here", "bird", "sang"], [2, 2, None], ["advmod", "nsubj", "root"], ["_", f"Entity=(c{i})", "_"])
     return text
 

@@ -9,7 +9,7 @@ import torch
 
 import regard
 from regard.heads import Attribution, Importance, Role, Roles, Table
-from regard.heads.table import MOST_ROWS
+from regard.heads.record.table import MOST_ROWS
 
 
 class Cells(HTMLParser):
@@ -59,8 +59,12 @@ def test_a_record() -> None:
 def test_attribution_and_importance() -> None:
     said = Cells(Attribution(SCORES, rest=3.25, logit=2.75, target=7)._repr_html_())
     assert said.text == "logit 2.750 of token 7, of which 3.250 is not the heads'"
-    assert said.rows == [["number", "layer", "head", "adds"], ["0", "enc.a", "1", "-2.000"],
-                         ["1", "dec.b", "0", "1.000"], ["0", "enc.a", "0", "0.500"]]  # fmt: skip
+    assert said.rows == [
+        ["number", "layer", "head", "adds"],
+        ["0", "enc.a", "1", "-2.000"],
+        ["1", "dec.b", "0", "1.000"],
+        ["0", "enc.a", "0", "0.500"],
+    ]
     found = Importance(SCORES, examples=3)
     assert Cells(found._repr_html_()).rows[1] == ["1", "dec.b", "0", "1.000"]
     assert repr(found) == str(found)

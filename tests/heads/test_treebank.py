@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from regard.heads.treebank import Mention, Sentence, Word, read, sentences
+from regard.heads.analysis.treebank import Mention, Sentence, Word, read, sentences
 
 CATS = """
 # sent_id = cats-1
@@ -74,35 +74,44 @@ def test_wide_spaces_of_the_files_own_text_are_kept(tmp_path: Path) -> None:
 
 
 def test_words_of_a_token_written_otherwise_have_no_place(tmp_path: Path) -> None:
-    sentence = one(tmp_path, """
+    sentence = one(
+        tmp_path,
+        """
 1 Fin _ NOUN _ _ 0 root _ _
 2-3 du _ _ _ _ _ _ _ _
 2 de _ ADP _ _ 4 case _ _
 3 le _ DET _ _ 4 det _ _
 4 jour _ NOUN _ _ 1 nmod _ _
-""")  # fmt: skip
+""",
+    )
     assert sentence.text == "Fin du jour"
     assert [word.span for word in sentence.words] == [(0, 3), None, None, (7, 11)]
 
 
 def test_space_after_the_last_word_of_a_token_is_the_tokens(tmp_path: Path) -> None:
-    sentence = one(tmp_path, """
+    sentence = one(
+        tmp_path,
+        """
 1-2 don't _ _ _ _ _ _ _ SpaceAfter=No
 1 do _ AUX _ _ 0 root _ SpaceAfter=No
 2 n't _ PART _ _ 1 advmod _ _
 3 ! _ PUNCT _ _ 1 punct _ _
-""")  # fmt: skip
+""",
+    )
     assert sentence.text == "don't!"
 
 
 def test_empty_nodes_are_no_words_and_do_not_shift_heads(tmp_path: Path) -> None:
-    sentence = one(tmp_path, """
+    sentence = one(
+        tmp_path,
+        """
 1 Ann _ PROPN _ _ 2 nsubj _ _
 2 likes _ VERB _ _ 0 root _ _
 3 tea _ NOUN _ _ 2 obj _ _
 3.1 likes _ VERB _ _ _ _ 2:conj _
 4 too _ ADV _ _ 2 advmod _ _
-""")  # fmt: skip
+""",
+    )
     assert [(word.form, word.head) for word in sentence.words] == [("Ann", 1), ("likes", None), ("tea", 1), ("too", 1)]
     assert sentence.text == "Ann likes tea too"
 
@@ -173,51 +182,66 @@ def test_the_brackets_say_the_head_before_the_tree(tmp_path: Path) -> None:
 
 
 def test_the_entity_may_stand_elsewhere_in_the_brackets(tmp_path: Path) -> None:
-    sentence = one(tmp_path, """
+    sentence = one(
+        tmp_path,
+        """
 # global.Entity = etype-GRP
 1 Ann _ PROPN _ _ 0 root _ Entity=(person-7
 2 Lee _ PROPN _ _ 1 flat _ Entity=person-7)
-""")  # fmt: skip
+""",
+    )
     assert sentence.mentions == (Mention("7", (0, 1), 0),)
 
 
 def test_crossing_mentions(tmp_path: Path) -> None:
-    sentence = one(tmp_path, """
+    sentence = one(
+        tmp_path,
+        """
 1 a _ X _ _ 2 dep _ Entity=(e1
 2 b _ X _ _ 0 root _ Entity=(e2
 3 c _ X _ _ 2 dep _ Entity=e1)(e3
 4 d _ X _ _ 3 dep _ Entity=e3)e2)
-""")  # fmt: skip
+""",
+    )
     assert sentence.mentions == (Mention("e1", (0, 1, 2), 1), Mention("e2", (1, 2, 3), 1), Mention("e3", (2, 3), 2))
 
 
 def test_mentions_of_one_entity_within_each_other(tmp_path: Path) -> None:
-    sentence = one(tmp_path, """
+    sentence = one(
+        tmp_path,
+        """
 1 a _ X _ _ 3 dep _ Entity=(e1-x-3(e1-x-1
 2 b _ X _ _ 1 dep _ Entity=e1)
 3 c _ X _ _ 0 root _ Entity=e1)
-""")  # fmt: skip
+""",
+    )
     assert set(sentence.mentions) == {Mention("e1", (0, 1, 2), 2), Mention("e1", (0, 1), 0)}
 
 
 def test_a_mention_in_parts(tmp_path: Path) -> None:
-    sentence = one(tmp_path, """
+    sentence = one(
+        tmp_path,
+        """
 1 a _ X _ _ 5 dep _ Entity=(e1[1/3]-x-4
 2 b _ X _ _ 5 dep _ Entity=e1[1/3])
 3 c _ X _ _ 5 dep _ _
 4 d _ X _ _ 5 dep _ Entity=(e1[2/3]-x-4)
 5 e _ X _ _ 0 root _ Entity=(e2)
 6 f _ X _ _ 5 dep _ Entity=(e1[3/3]-x-4)
-""")  # fmt: skip
+""",
+    )
     assert sentence.mentions == (Mention("e1", (0, 1, 3, 5), 5), Mention("e2", (4,), 4))
 
 
 def test_a_mention_whose_head_was_not_written_has_none(tmp_path: Path) -> None:
-    sentence = one(tmp_path, """
+    sentence = one(
+        tmp_path,
+        """
 1 Came _ VERB _ _ 0 root _ _
 1.1 he _ PRON _ _ _ _ 1:nsubj Entity=(e1-person-1
 2 alone _ ADJ _ _ 1 advcl _ Entity=e1)
-""")  # fmt: skip
+""",
+    )
     assert sentence.mentions == (Mention("e1", (1,), None),)
 
 
@@ -237,8 +261,11 @@ def test_tags_of_another_scheme_are_no_mentions(tmp_path: Path) -> None:
         ("2 x _ X _ _ 0 root _ _", 1, "expected word 1, received 2"),
         ("one x _ X _ _ 0 root _ _", 1, r"expected the number of a word \(3\), a token .*, received 'one'"),
         ("1-1.2 x _ X _ _ 0 root _ _", 1, "expected the number of a word .*, received '1-1.2'"),
-        ("1 x _ X _ _ 0 root _ _\n\n1 x _ X _ _ 2 dep _ _\n2 y _ X _ _ 3 dep _ _", 4,
-         "expected a head from 0 to 2, the words of the sentence, received '3'"),
+        (
+            "1 x _ X _ _ 0 root _ _\n\n1 x _ X _ _ 2 dep _ _\n2 y _ X _ _ 3 dep _ _",
+            4,
+            "expected a head from 0 to 2, the words of the sentence, received '3'",
+        ),
         ("1 x _ X _ _ up dep _ _", 1, "expected a head from 0 to 1, .*, received 'up'"),
         ("1 x _ X _ _ 1 dep _ _", 1, "expected a head other than the word itself, received 1"),
         ("2-3 xy _ _ _ _ _ _ _ _", 1, "expected a token that begins with word 1, .*received 2-3"),
@@ -251,7 +278,7 @@ def test_tags_of_another_scheme_are_no_mentions(tmp_path: Path) -> None:
         ("1 x _ X _ _ 0 root _ Entity=(e1)e2", 1, "expected brackets of entities such as .*received '.e1.e2'"),
         ("1 x _ X _ _ 0 root _ Entity=(e1-x-2)", 1, "expected a head from 1 to 1, the words of 'e1', received 2"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_a_line_is_said_with_its_number(tmp_path: Path, lines: str, number: int, said: str) -> None:
     path = written(tmp_path, lines)
     with pytest.raises(ValueError, match=rf"some\.conllu, line {number}: {said}"):
@@ -305,10 +332,15 @@ def test_a_token_longer_than_its_sentence_takes_no_memory(tmp_path: Path) -> Non
         read(written(tmp_path, "1-999999999 x _ _ _ _ _ _ _ _\n1 x _ X _ _ 0 root _ _"))
 
 
-@pytest.mark.parametrize("heads, line, circle", [
-    ([2, 1], 1, "'1', '2'"), ([2, 3, 1], 1, "'1', '2', '3'"), ([0, 3, 4, 2], 2, "'2', '3', '4'"),
-    ([2, 3, 4, 3], 3, "'3', '4'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "heads, line, circle",
+    [
+        ([2, 1], 1, "'1', '2'"),
+        ([2, 3, 1], 1, "'1', '2', '3'"),
+        ([0, 3, 4, 2], 2, "'2', '3', '4'"),
+        ([2, 3, 4, 3], 3, "'3', '4'"),
+    ],
+)
 def test_a_circle_is_no_tree(tmp_path: Path, heads: list[int], line: int, circle: str) -> None:
     lines = [f"{i} x _ X _ _ {head} dep _ _" for i, head in enumerate(heads, 1)]
     words = rf"line {line}: expected a tree: no word that depends on itself through others, received words \[{circle}\]"

@@ -19,7 +19,7 @@ from heads.oracle_hands import B, Hand, N, W, by_operator, dense, drawn, made, n
 from torch import Tensor, nn
 
 import regard
-from regard.heads import huggingface
+from regard.heads.capture import huggingface
 
 
 def saved_and_loaded(model: nn.Module) -> nn.Module:

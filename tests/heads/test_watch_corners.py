@@ -149,8 +149,9 @@ def test_several_texts_from_one_prompt() -> None:
     model, ids = hf_models.model("llama"), hf_models.some_ids(2, 5)
     torch.manual_seed(1)
     with regard.watch(model, measures=wanted()) as seen:
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY | {"do_sample": True},
-                             num_return_sequences=3)  # fmt: skip
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), **GREEDY | {"do_sample": True}, num_return_sequences=3
+        )
     right = hf_models.eager("llama", hf_models.model("llama", "eager"), {"input_ids": out[:, :-1]})
     for name, oracle in right.items():
         agree(seen[name], Oracle(oracle.weights))
@@ -265,8 +266,15 @@ def renormalised(hand: Hand, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, W
     return (p @ v).transpose(1, 2), lambda: p
 
 
-OTHER = [by_ellipsis, by_transposed_product, by_values_first, added_to_something, with_a_column_for_nothing,
-         by_one_projection, renormalised]  # fmt: skip
+OTHER = [
+    by_ellipsis,
+    by_transposed_product,
+    by_values_first,
+    added_to_something,
+    with_a_column_for_nothing,
+    by_one_projection,
+    renormalised,
+]
 
 
 @pytest.mark.parametrize("core", OTHER, ids=lambda core: core.__name__)
@@ -302,13 +310,18 @@ def test_one_head_and_no_batch() -> None:
 
 Turn = Callable[[Tensor], Tensor]
 LAYOUTS: dict[str, tuple[Turn, Turn, Turn]] = {  # (B, N, H, D) in; out again; weights as (B, H, N, M)
-    "(B * H, N, D)": (lambda x: x.transpose(1, 2).flatten(0, 1), lambda x: x.unflatten(0, (-1, H)).transpose(1, 2),
-                      lambda p: p.unflatten(0, (-1, H))),
-    "(H * B, N, D)": (lambda x: x.permute(2, 0, 1, 3).flatten(0, 1),
-                      lambda x: x.unflatten(0, (H, -1)).permute(1, 2, 0, 3),
-                      lambda p: p.unflatten(0, (H, -1)).transpose(0, 1)),
+    "(B * H, N, D)": (
+        lambda x: x.transpose(1, 2).flatten(0, 1),
+        lambda x: x.unflatten(0, (-1, H)).transpose(1, 2),
+        lambda p: p.unflatten(0, (-1, H)),
+    ),
+    "(H * B, N, D)": (
+        lambda x: x.permute(2, 0, 1, 3).flatten(0, 1),
+        lambda x: x.unflatten(0, (H, -1)).permute(1, 2, 0, 3),
+        lambda p: p.unflatten(0, (H, -1)).transpose(0, 1),
+    ),
     "(H, B, N, D)": (lambda x: x.permute(2, 0, 1, 3), lambda x: x.permute(1, 2, 0, 3), lambda p: p.transpose(0, 1)),
-}  # fmt: skip
+}
 
 
 class Laid(nn.Module):
@@ -421,8 +434,14 @@ def test_bfloat16(family: str) -> None:
 
 def test_large_maps_of_an_eager_model() -> None:
     """Beyond some size the weights are not built; unless someone asks the model itself for them."""
-    sizes = {"num_hidden_layers": 1, "hidden_size": 12, "num_attention_heads": 3, "intermediate_size": 7,
-             "vocab_size": 97, "max_position_embeddings": 2400}  # fmt: skip
+    sizes = {
+        "num_hidden_layers": 1,
+        "hidden_size": 12,
+        "num_attention_heads": 3,
+        "intermediate_size": 7,
+        "vocab_size": 97,
+        "max_position_embeddings": 2400,
+    }
     config = transformers.BertConfig(**sizes)
     config._attn_implementation = "eager"
     model, ids = transformers.BertModel(config).eval(), hf_models.some_ids(1, 2400)
@@ -491,8 +510,15 @@ def loaded(folder: Path, family: str, **options: Any) -> tuple[Any, Any]:
     return regard.models.load(folder), original
 
 
-LOADED = {"bert": {}, "distilbert": {}, "gpt2": {}, "gpt_neox": {}, "llama": {}, "mistral": {"sliding_window": 7},
-          "qwen3": {}}  # fmt: skip
+LOADED = {
+    "bert": {},
+    "distilbert": {},
+    "gpt2": {},
+    "gpt_neox": {},
+    "llama": {},
+    "mistral": {"sliding_window": 7},
+    "qwen3": {},
+}
 
 
 @pytest.mark.parametrize("family", LOADED)

@@ -63,9 +63,16 @@ def test_chunks_of_seamless() -> None:
 
     torch.manual_seed(0)
     config = transformers.SeamlessM4Tv2Config(
-        hidden_size=33, speech_encoder_layers=2, speech_encoder_attention_heads=3, speech_encoder_intermediate_size=17,
-        feature_projection_input_dim=7, add_adapter=False, speech_encoder_chunk_size=4, speech_encoder_left_chunk_num=1,
-        position_embeddings_type="relative_key")  # fmt: skip
+        hidden_size=33,
+        speech_encoder_layers=2,
+        speech_encoder_attention_heads=3,
+        speech_encoder_intermediate_size=17,
+        feature_projection_input_dim=7,
+        add_adapter=False,
+        speech_encoder_chunk_size=4,
+        speech_encoder_left_chunk_num=1,
+        position_embeddings_type="relative_key",
+    )
     model = SeamlessM4Tv2SpeechEncoder(config).double().eval()
     model.set_attn_implementation("eager")
     keep = torch.ones(2, N, dtype=torch.int64)
@@ -82,12 +89,28 @@ def test_the_text_side_of_grounding_dino() -> None:
     torch.manual_seed(0)
     made: Any = transformers
     text = made.BertConfig(**hf_models._BERT | {"hidden_size": 36, "vocab_size": 1013})
-    backbone = made.SwinConfig(image_size=32, patch_size=4, embed_dim=12, depths=[1, 1, 1], num_heads=[1, 1, 1],
-                                       window_size=2, out_features=["stage2", "stage3"])  # fmt: skip
+    backbone = made.SwinConfig(
+        image_size=32,
+        patch_size=4,
+        embed_dim=12,
+        depths=[1, 1, 1],
+        num_heads=[1, 1, 1],
+        window_size=2,
+        out_features=["stage2", "stage3"],
+    )
     config = transformers.GroundingDinoConfig(
-        text_config=text, backbone_config=backbone, d_model=32, encoder_layers=1, decoder_layers=1, num_queries=5,
-        encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=17, decoder_ffn_dim=17,
-        num_feature_levels=2)  # fmt: skip
+        text_config=text,
+        backbone_config=backbone,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        num_queries=5,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=17,
+        decoder_ffn_dim=17,
+        num_feature_levels=2,
+    )
     ids = torch.tensor([[101, 5, 7, 1012, 11, 13, 1012, 102]])
     computed: list[Tensor] = []
 

@@ -85,8 +85,9 @@ def test_one_pass(family: str, side: str) -> None:
         agree(seen[name], Oracle(weights))
 
 
-@pytest.mark.parametrize("family, side", [
-    ("llama", "full"), ("llama", "left"), ("mistral", "left"), ("gemma2", "left"), ("gpt_oss", "full")])  # fmt: skip
+@pytest.mark.parametrize(
+    "family, side", [("llama", "full"), ("llama", "left"), ("mistral", "left"), ("gemma2", "left"), ("gpt_oss", "full")]
+)
 def test_a_prompt_in_pieces_and_tokens(family: str, side: str) -> None:
     """The last query stands at the last key, also where there are fewer queries than keys."""
     model, given = hf_models.model(family), padded(side, tokens=13)
@@ -123,8 +124,9 @@ def test_generation(family: str, cache: str) -> None:
             assert not own[..., :first].any()
 
 
-@pytest.mark.parametrize("family, by", [
-    ("llama", "positions"), ("mistral", "positions"), ("gemma2", "lengths"), ("bert", "lengths")])  # fmt: skip
+@pytest.mark.parametrize(
+    "family, by", [("llama", "positions"), ("mistral", "positions"), ("gemma2", "lengths"), ("bert", "lengths")]
+)
 def test_packed_texts(family: str, by: str) -> None:
     """Texts in one row: positions that begin again, or the places where they begin (BERT's positions do not reach its
     attention)."""

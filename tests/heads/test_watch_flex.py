@@ -15,17 +15,19 @@ from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import regard
-from regard.heads import senses
-from regard.heads.flash import from_varlen
+from regard.heads.capture import capture as senses
+from regard.heads.capture.flash import from_varlen
 from regard.kernels import reference
 
 B, H, G, N, D = 2, 6, 3, 11, 5
 DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1]])
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625], dtype=torch.float64)
 
-pytestmark = pytest.mark.filterwarnings("ignore:(?s)flex_attention called without:UserWarning",
-                                        "ignore:.*return_lse is deprecated:FutureWarning",
-                                        "ignore:_compile flag on create_block_mask:DeprecationWarning")  # fmt: skip
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:(?s)flex_attention called without:UserWarning",
+    "ignore:.*return_lse is deprecated:FutureWarning",
+    "ignore:_compile flag on create_block_mask:DeprecationWarning",
+)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -281,10 +283,22 @@ class Varlen(nn.Module):
 def test_varlen_attn_in_a_model() -> None:
     """It has no kernel for CPUs: one of the test's own stands in its place."""
 
-    def on_cpu(query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
-               is_causal: bool, scale: float, window_size: list[int], *_: Any) -> Any:  # fmt: skip
-        out = flash_attn_varlen_func(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, scale, is_causal,
-                                     (window_size[0], window_size[1]))  # fmt: skip
+    def on_cpu(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        is_causal: bool,
+        scale: float,
+        window_size: list[int],
+        *_: Any,
+    ) -> Any:
+        out = flash_attn_varlen_func(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, scale, is_causal, (window_size[0], window_size[1])
+        )
         return out, query.new_empty(0), torch.zeros(2, dtype=torch.uint64)
 
     varlen._varlen_attn.register_kernel("cpu")(on_cpu)

@@ -157,8 +157,14 @@ def test_all_layers_read_the_same_texts_in_any_precision(family: str, dtype: tor
     """Without a cache a text is read again and again; what later layers make of it is rounded otherwise."""
     model, ids = hf_models.model(family).to(dtype), hf_models.some_ids(3, 13)
     with regard.watch(model, measures=["entropy"]) as seen:
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, min_new_tokens=6,
-                             do_sample=False, use_cache=False)  # fmt: skip
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=6,
+            min_new_tokens=6,
+            do_sample=False,
+            use_cache=False,
+        )
     assert [(layer.texts, layer.text.queries) for layer in seen] == [(1, out.shape[1] - 1)] * len(seen)
     assert seen.texts_differ() == ""
 

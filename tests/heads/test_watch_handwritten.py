@@ -96,8 +96,11 @@ def test_masks(core: Core) -> None:
     agree(seen["layer"], Oracle(dense(model, x), real=torch.ones(B, N, dtype=torch.bool)))  # causality is no padding
 
 
-@pytest.mark.parametrize("core", [by_operator, by_einsum, heads_first, heads_times_batch, heads_by_split,
-                                  batch_times_heads, by_baddbmm], ids=lambda core: core.__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "core",
+    [by_operator, by_einsum, heads_first, heads_times_batch, heads_by_split, batch_times_heads, by_baddbmm],
+    ids=lambda core: core.__name__,
+)
 @pytest.mark.parametrize("batch, heads, tokens", [(3, 3, 7), (1, 3, 7), (3, 1, 7), (5, 5, 5), (2, 7, 7)])
 def test_sizes_that_could_be_confused(core: Core, batch: int, heads: int, tokens: int) -> None:
     """As many heads as items, or tokens as either; one item; one head."""
@@ -114,8 +117,11 @@ def test_dropout_comes_after_what_is_seen(core: Core) -> None:
     agree(seen["layer"], Oracle(right))
 
 
-@pytest.mark.parametrize("core", [by_operator, by_einsum, batch_times_heads, masked_by_sum, heads_times_batch],
-                         ids=lambda core: core.__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "core",
+    [by_operator, by_einsum, batch_times_heads, masked_by_sum, heads_times_batch],
+    ids=lambda core: core.__name__,
+)
 def test_weights_can_be_kept(core: Core) -> None:
     model, x = made(Hand(core)), noise(B, N, W)
     seen, _ = see(model, x, keep="qk")
@@ -310,16 +316,23 @@ def test_transformer_encoder(mask: str, norm_first: bool) -> None:
     model = drawn(nn.TransformerEncoder(block, 2, enable_nested_tensor=not norm_first))
     model.layers[1].load_state_dict(drawn(nn.TransformerEncoderLayer(WIDE, EVEN, 13), seed=9).state_dict())
     x = noise(B, N, WIDE)
-    given = {"none": {}, "padding": {"src_key_padding_mask": SQUARE},
-             "causal": {"mask": ~CAUSAL, "is_causal": True}}[mask]  # fmt: skip
+    given = {"none": {}, "padding": {"src_key_padding_mask": SQUARE}, "causal": {"mask": ~CAUSAL, "is_causal": True}}[
+        mask
+    ]
     rows = ~SQUARE if mask == "padding" else None  # nested tensors have no padding: what comes out there is nothing's
     seen, _ = see(model, x, **given, rows=rows)
     assert seen.layers == ["layers.0.self_attn", "layers.1.self_attn"]
     hidden = x
     for number, layer in enumerate(model.layers):
         inner = layer.norm1(hidden) if norm_first else hidden
-        p = own(layer.self_attn, inner, inner, inner, attn_mask=given.get("mask"),
-                key_padding_mask=given.get("src_key_padding_mask"))  # fmt: skip
+        p = own(
+            layer.self_attn,
+            inner,
+            inner,
+            inner,
+            attn_mask=given.get("mask"),
+            key_padding_mask=given.get("src_key_padding_mask"),
+        )
         agree(seen[number], Oracle(p), rows=rows)
         hidden = layer(hidden, src_mask=given.get("mask"), src_key_padding_mask=given.get("src_key_padding_mask"))
 
@@ -377,9 +390,18 @@ OWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "padding": ({"qk_norm": "rms"}, {"mask": Padding(torch.tensor([N, 4]))}),
     "dense mask": ({}, {"mask": KEPT[..., :N]}),
     "bias": ({"scale": 0.8}, {"bias": noise(1, 6, N, N)}),
-    "everything": ({"num_kv_heads": 3, "softcap": 5.0, "sinks": True, "qk_norm": "rms", "value_head_dim": 5,
-                    "position_encoding": lambda: Rotary(6)}, {"mask": Causal() & Window(3)}),
-}  # fmt: skip
+    "everything": (
+        {
+            "num_kv_heads": 3,
+            "softcap": 5.0,
+            "sinks": True,
+            "qk_norm": "rms",
+            "value_head_dim": 5,
+            "position_encoding": lambda: Rotary(6),
+        },
+        {"mask": Causal() & Window(3)},
+    ),
+}
 
 
 def regards(options: dict[str, Any]) -> MultiHeadAttention:
@@ -455,15 +477,19 @@ def test_a_model_without_attention() -> None:
 
 
 def test_nothing_was_run() -> None:
-    with pytest.raises(ValueError, match=r"(?i)not (run|called)|no forward|was run|did not run|never"), \
-            regard.watch(made(Hand(by_operator))):  # fmt: skip
+    with (
+        pytest.raises(ValueError, match=r"(?i)not (run|called)|no forward|was run|did not run|never"),
+        regard.watch(made(Hand(by_operator))),
+    ):
         pass
 
 
 def test_another_model_was_run() -> None:
     model, other = made(Hand(by_operator)), made(Hand(by_operator))
-    with pytest.raises(ValueError, match=r"(?i)not (run|called)|no forward|was run|did not run|never"), \
-            regard.watch(model):  # fmt: skip
+    with (
+        pytest.raises(ValueError, match=r"(?i)not (run|called)|no forward|was run|did not run|never"),
+        regard.watch(model),
+    ):
         other(noise(B, N, W))
 
 
@@ -548,11 +574,10 @@ def test_an_error_of_the_model_is_the_models() -> None:
         model(noise(B, N, W - 1))
 
 
-@pytest.mark.parametrize("bad, words", [
-    ({"measures": ["entropie"]}, "entropie"),
-    ({"keep": "everything"}, "keep"),
-    ({"layers": ["nowhere"]}, "nowhere"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad, words",
+    [({"measures": ["entropie"]}, "entropie"), ({"keep": "everything"}, "keep"), ({"layers": ["nowhere"]}, "nowhere")],
+)
 def test_bad_arguments(bad: dict[str, Any], words: str) -> None:
     model = made(Hand(by_operator))
     with pytest.raises(ValueError, match=words), regard.watch(model, **bad), torch.no_grad():

@@ -16,10 +16,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 import regard
 
 WAYS = [
-    (family, way) for family, zoo in ZOO.items() for way in (None, "eager", "sdpa")
+    (family, way)
+    for family, zoo in ZOO.items()
+    for way in (None, "eager", "sdpa")
     if way != "sdpa" or zoo.sdpa
     if way is None or zoo.interface  # what has its own softmax knows one way
-]  # fmt: skip
+]
 # A few that stand for all: an encoder, a layer called again, grouped heads, windows, cross attention, written by hand.
 SOME = ("bert", "albert", "llama", "gemma2", "gpt_oss", "t5", "deberta")
 
@@ -134,15 +136,25 @@ def state(model: PreTrainedModel) -> dict[str, Any]:
     found: dict[str, Any] = {
         "implementation": model.config._attn_implementation,
         "functions": {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS},
-        "torch": [id(getattr(home, name)) for home, name in (
-            (torch, "softmax"), (torch, "matmul"), (torch, "bmm"), (torch, "einsum"), (torch.Tensor, "softmax"),
-            (torch.Tensor, "__matmul__"), (torch.nn.functional, "softmax"),
-            (torch.nn.functional, "scaled_dot_product_attention"),
-            (torch.nn.functional, "multi_head_attention_forward"), (torch.nn.Module, "__call__"),
-            (AttentionInterface, "get_interface"))],
+        "torch": [
+            id(getattr(home, name))
+            for home, name in (
+                (torch, "softmax"),
+                (torch, "matmul"),
+                (torch, "bmm"),
+                (torch, "einsum"),
+                (torch.Tensor, "softmax"),
+                (torch.Tensor, "__matmul__"),
+                (torch.nn.functional, "softmax"),
+                (torch.nn.functional, "scaled_dot_product_attention"),
+                (torch.nn.functional, "multi_head_attention_forward"),
+                (torch.nn.Module, "__call__"),
+                (AttentionInterface, "get_interface"),
+            )
+        ],
         "modes": (torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()),
         "fast path": torch.backends.mha.get_fastpath_enabled(),
-    }  # fmt: skip
+    }
     for name, module in model.named_modules():
         hooks = {key: list(value) for key, value in vars(module).items() if "hooks" in key and isinstance(value, dict)}
         config = getattr(module, "config", None)

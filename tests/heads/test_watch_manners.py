@@ -17,7 +17,7 @@ from heads.oracle_hands import B, H, Hand, N, W, by_operator, made, noise
 from torch import Tensor, nn
 
 import regard
-from regard.heads import senses
+from regard.heads.capture import capture as senses
 from regard.masks import Causal, Prefix, Window
 from regard.measures import Contribution, Divergence, Heatmap
 

@@ -11,7 +11,7 @@ from heads.tiny_models import EXPERTS, HYBRID, LATENT, tiny
 from torch import Tensor, nn
 
 import regard
-from regard.heads.record import Layer
+from regard.heads.record.record import LayerRecord
 
 B, N, H, E, W = 2, 7, 3, 5, 11
 
@@ -43,7 +43,7 @@ def given(kind: str) -> dict[str, Tensor]:
     return {"input_ids": torch.randint(3, 23, (B, N), generator=generator)}
 
 
-def whole(layer: Layer) -> Tensor:
+def whole(layer: LayerRecord) -> Tensor:
     """All that the heads add, and the bias: (B, N, W)."""
     assert layer.projection is not None
     bias = layer.projection[1]
@@ -72,9 +72,11 @@ def test_what_heads_add_sums_to_what_the_projection_gave(kind: str) -> None:
         assert (apart.abs().max() > 1e-3) == between
         if between:
             assert not layer.has("contribution")
-            with pytest.raises(AttributeError, match="it needs heads' outputs "
-                               "that enter the output projection as they are, and a gate or a norm is between them"
-                               ):  # fmt: skip
+            with pytest.raises(
+                AttributeError,
+                match="it needs heads' outputs "
+                "that enter the output projection as they are, and a gate or a norm is between them",
+            ):
                 _ = layer.contribution
         elif kind not in ("bloom", "gptj"):  # (which write attention by hand)
             assert layer.contribution.shape == (B, heads, layer.text.queries)  # type: ignore[union-attr]
@@ -158,7 +160,7 @@ class Own(nn.Module):
         return self.o_proj(z)
 
 
-def watched(layer: nn.Module, x: Tensor) -> tuple[Layer, Tensor]:
+def watched(layer: nn.Module, x: Tensor) -> tuple[LayerRecord, Tensor]:
     with torch.no_grad(), regard.watch(layer, keep="qkv", measures=["entropy", "contribution"]) as seen:
         out = layer(x)
     return seen[0], out

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import regard
 from regard.attention import prepare
-from regard.kernels import available, library, reference
+from regard.kernels import available, reference
+from regard.kernels import native_library as library
 from regard.masks import Causal, Documents, Keep, Mask, Padding, Window
 
 KERNELS = available()

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import regard
-from regard.kernels import library, native, reference
+from regard.kernels import native, reference
+from regard.kernels import native_library as library
 from regard.masks import Causal, Documents, Keep, Mask, Padding, Prefix, Window
 from regard.measures import Heatmap, Offsets
 from regard.positions import Alibi, RelativeBias

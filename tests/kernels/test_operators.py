@@ -13,7 +13,7 @@ from torch import Tensor
 import regard
 from regard import attend
 from regard.kernels import available, blockwise, reference
-from regard.kernels.flat import flatten, unflatten
+from regard.kernels.call_schema import flatten, unflatten
 from regard.masks import Causal, Padding, Prefix, Window
 from regard.positions import Alibi, RelativeBias
 

@@ -192,8 +192,10 @@ class MetaLlama(nn.Module):
         cos, sin = angles(x.shape[1], self.d, twice=False)
         turn = torch.complex(cos, sin)[0]  # (n, d / 2)
         q, k, v = heads(self.wq(x), self.h), heads(self.wk(x), self.g), heads(self.wv(x), self.g)
-        q, k = (torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(-2)
-                for t in (q, k))  # fmt: skip
+        q, k = (
+            torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous()) * turn).flatten(-2)
+            for t in (q, k)
+        )
         return self.wo(merge(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)))
 
 
@@ -221,59 +223,137 @@ SIZES: dict[str, Any] = {"hidden_size": 42, "num_attention_heads": 6, "num_key_v
 
 
 def _t5(decoder: bool, bias: bool) -> T5Attention:
-    config = T5Config(d_model=11, d_kv=5, num_heads=3, relative_attention_num_buckets=8,
-                      relative_attention_max_distance=13, is_decoder=decoder, dropout_rate=0.0, **HF)  # fmt: skip
+    config = T5Config(
+        d_model=11,
+        d_kv=5,
+        num_heads=3,
+        relative_attention_num_buckets=8,
+        relative_attention_max_distance=13,
+        is_decoder=decoder,
+        dropout_rate=0.0,
+        **HF,
+    )
     return T5Attention(config, has_relative_attention_bias=bias, layer_idx=0)
 
 
 ORIGINALS: dict[str, Original] = {
-    "torch": Original("torch", 5, lambda: nn.MultiheadAttention(35, 5, batch_first=True),
-                      lambda m, x: m(x, x, x)[0], 35),
-    "torch without bias": Original("torch", 5, lambda: nn.MultiheadAttention(35, 5, bias=False, batch_first=True),
-                                   lambda m, x: m(x, x, x)[0], 35),
-    "gpt2": Original("gpt2", 3, lambda: GPT2Attention(GPT2Config(n_embd=33, n_head=3, **HF), layer_idx=0),
-                     lambda m, x: m(x)[0], 33, call=CAUSAL),
+    "torch": Original(
+        "torch", 5, lambda: nn.MultiheadAttention(35, 5, batch_first=True), lambda m, x: m(x, x, x)[0], 35
+    ),
+    "torch without bias": Original(
+        "torch", 5, lambda: nn.MultiheadAttention(35, 5, bias=False, batch_first=True), lambda m, x: m(x, x, x)[0], 35
+    ),
+    "gpt2": Original(
+        "gpt2",
+        3,
+        lambda: GPT2Attention(GPT2Config(n_embd=33, n_head=3, **HF), layer_idx=0),
+        lambda m, x: m(x)[0],
+        33,
+        call=CAUSAL,
+    ),
     "nanogpt": Original("nanogpt", 3, lambda: LinearGPT(33, 3, True), lambda m, x: m(x), 33, call=CAUSAL),
     "nanogpt without bias": Original("nanogpt", 3, lambda: LinearGPT(33, 3, False), lambda m, x: m(x), 33, call=CAUSAL),
-    "bert": Original("bert", 3, lambda: BertAttention(BertConfig(hidden_size=33, num_attention_heads=3, **HF)),
-                     lambda m, x: m(x)[0], 33, block=True),
-    "distilbert": Original("distilbert", 3, lambda: DistilBertSelfAttention(DistilBertConfig(dim=33, n_heads=3, **HF)),
-                           lambda m, x: m(x)[0], 33),
-    "neox": Original("neox", 3, lambda: GPTNeoXAttention(GPTNeoXConfig(hidden_size=30, num_attention_heads=3, **HF), 0),
-                     rotated(2), 30, rotary(10, width=2), CAUSAL),
+    "bert": Original(
+        "bert",
+        3,
+        lambda: BertAttention(BertConfig(hidden_size=33, num_attention_heads=3, **HF)),
+        lambda m, x: m(x)[0],
+        33,
+        block=True,
+    ),
+    "distilbert": Original(
+        "distilbert",
+        3,
+        lambda: DistilBertSelfAttention(DistilBertConfig(dim=33, n_heads=3, **HF)),
+        lambda m, x: m(x)[0],
+        33,
+    ),
+    "neox": Original(
+        "neox",
+        3,
+        lambda: GPTNeoXAttention(GPTNeoXConfig(hidden_size=30, num_attention_heads=3, **HF), 0),
+        rotated(2),
+        30,
+        rotary(10, width=2),
+        CAUSAL,
+    ),
     "t5": Original("t5", 3, lambda: _t5(False, False), lambda m, x: m(x)[0], 11),
     "t5 encoder": Original("t5", 3, lambda: _t5(False, True), lambda m, x: m(x)[0], 11, lambda: {"max_distance": 13}),
-    "t5 decoder": Original("t5", 3, lambda: _t5(True, True), lambda m, x: m(x, mask=causal(x.shape[1]))[0], 11,
-                           lambda: {"max_distance": 13, "bidirectional": False}, CAUSAL),
-    "llama": Original("llama", 6, lambda: LlamaAttention(LlamaConfig(**SIZES, **HF), 0),
-                      rotated(10), 42, rotary(10), CAUSAL),
-    "llama with bias": Original("llama", 6, lambda: LlamaAttention(LlamaConfig(**SIZES, attention_bias=True, **HF), 0),
-                                rotated(10), 42, rotary(10), CAUSAL),
-    "mistral": Original("llama", 6, lambda: MistralAttention(MistralConfig(**SIZES, sliding_window=None, **HF), 0),
-                        rotated(10), 42, rotary(10), CAUSAL),
-    "qwen2": Original("llama", 6, lambda: Qwen2Attention(Qwen2Config(**SIZES, **HF), 0),
-                      rotated(10), 42, rotary(10), CAUSAL),
-    "qwen3": Original("llama", 6, lambda: Qwen3Attention(Qwen3Config(**SIZES, **HF), 0),
-                      rotated(10), 42, rotary(10), CAUSAL, tolerance=3e-5),
+    "t5 decoder": Original(
+        "t5",
+        3,
+        lambda: _t5(True, True),
+        lambda m, x: m(x, mask=causal(x.shape[1]))[0],
+        11,
+        lambda: {"max_distance": 13, "bidirectional": False},
+        CAUSAL,
+    ),
+    "llama": Original(
+        "llama", 6, lambda: LlamaAttention(LlamaConfig(**SIZES, **HF), 0), rotated(10), 42, rotary(10), CAUSAL
+    ),
+    "llama with bias": Original(
+        "llama",
+        6,
+        lambda: LlamaAttention(LlamaConfig(**SIZES, attention_bias=True, **HF), 0),
+        rotated(10),
+        42,
+        rotary(10),
+        CAUSAL,
+    ),
+    "mistral": Original(
+        "llama",
+        6,
+        lambda: MistralAttention(MistralConfig(**SIZES, sliding_window=None, **HF), 0),
+        rotated(10),
+        42,
+        rotary(10),
+        CAUSAL,
+    ),
+    "qwen2": Original(
+        "llama", 6, lambda: Qwen2Attention(Qwen2Config(**SIZES, **HF), 0), rotated(10), 42, rotary(10), CAUSAL
+    ),
+    "qwen3": Original(
+        "llama",
+        6,
+        lambda: Qwen3Attention(Qwen3Config(**SIZES, **HF), 0),
+        rotated(10),
+        42,
+        rotary(10),
+        CAUSAL,
+        tolerance=3e-5,
+    ),
     "gpt-oss": Original(
-        "llama", 6, lambda: GptOssAttention(GptOssConfig(**SIZES, attn_implementation="eager"), 0),
-        lambda m, x: m(x, angles(x.shape[1], 10, twice=False), causal(x.shape[1]))[0], 42, rotary(10), CAUSAL),
+        "llama",
+        6,
+        lambda: GptOssAttention(GptOssConfig(**SIZES, attn_implementation="eager"), 0),
+        lambda m, x: m(x, angles(x.shape[1], 10, twice=False), causal(x.shape[1]))[0],
+        42,
+        rotary(10),
+        CAUSAL,
+    ),
     "meta llama": Original("meta_llama", 6, lambda: MetaLlama(42, 6, 3, 10), lambda m, x: m(x), 42, rotary(10), CAUSAL),
-    "whisper": Original("separate", 3, lambda: WhisperAttention(33, 3, config=WhisperConfig(**HF)),
-                        lambda m, x: m(x)[0], 33),
+    "whisper": Original(
+        "separate", 3, lambda: WhisperAttention(33, 3, config=WhisperConfig(**HF)), lambda m, x: m(x)[0], 33
+    ),
     "w_q": Original("w_q", 3, lambda: PaperNames(21, 3, True), lambda m, x: m(x), 21),
     "w_q without bias": Original("w_q", 3, lambda: PaperNames(21, 3, False), lambda m, x: m(x), 21),
     "w_qs": Original("w_qs", 3, lambda: WithResidual(11, 3, 5, 7, False), lambda m, x: m(x), 11),
     "w_qs with norm": Original("w_qs", 3, lambda: WithResidual(11, 3, 5, 7, True), lambda m, x: m(x), 11, block=True),
     "qkv_layer": Original("qkv_layer", 3, lambda: OneProjection(11, 21, 3), lambda m, x: m(x), 11),
     "timm": Original("timm", 3, lambda: VisionAttention(21, 3), lambda m, x: m(x), 21),
-    "timm with LayerNorm": Original("timm", 3, lambda: VisionAttention(21, 3, nn.LayerNorm, False),
-                                    lambda m, x: m(x), 21),
+    "timm with LayerNorm": Original(
+        "timm", 3, lambda: VisionAttention(21, 3, nn.LayerNorm, False), lambda m, x: m(x), 21
+    ),
     "timm with RMSNorm": Original("timm", 3, lambda: VisionAttention(21, 3, nn.RMSNorm), lambda m, x: m(x), 21),
     "wqkv": Original("wqkv", 6, lambda: Wqkv(30, 6, 3, True), lambda m, x: m(x), 30, call=CAUSAL),
     "wqkv, one kv head": Original("wqkv", 3, lambda: Wqkv(33, 3, 1, False), lambda m, x: m(x), 33, call=CAUSAL),
     "modernbert": Original(
-        "modernbert", 3,
+        "modernbert",
+        3,
         lambda: ModernBertAttention(ModernBertConfig(hidden_size=30, num_attention_heads=3, pad_token_id=0, **HF), 0),
-        rotated(10), 30, rotary(10), tolerance=3e-5),
-}  # fmt: skip
+        rotated(10),
+        30,
+        rotary(10),
+        tolerance=3e-5,
+    ),
+}

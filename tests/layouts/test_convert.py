@@ -67,8 +67,10 @@ class TestKeys:
     def test_a_misspelt_bias_is_told_the_nearest(self) -> None:
         state = state_of("whisper")
         state["v_proj.bais"] = state.pop("v_proj.bias")
-        with refuses("layout 'separate': expected no keys besides its own, received 'v_proj.bais'",
-                     "the nearest is 'v_proj.bias'"):  # fmt: skip
+        with refuses(
+            "layout 'separate': expected no keys besides its own, received 'v_proj.bais'",
+            "the nearest is 'v_proj.bias'",
+        ):
             layouts.load(state, 3)
 
     def test_nothing_known(self) -> None:
@@ -147,8 +149,12 @@ class TestShapes:
 
     def test_heads_that_fit_the_rows_but_not_each_other(self) -> None:
         with refuses("k_proj.weight: expected G \\* 30 rows", "received 45 rows"):  # q 60 rows, k 45
-            state = {"q_proj.weight": torch.ones(60, 7), "k_proj.weight": torch.ones(45, 7),
-                     "v_proj.weight": torch.ones(45, 7), "o_proj.weight": torch.ones(7, 60)}  # fmt: skip
+            state = {
+                "q_proj.weight": torch.ones(60, 7),
+                "k_proj.weight": torch.ones(45, 7),
+                "v_proj.weight": torch.ones(45, 7),
+                "o_proj.weight": torch.ones(7, 60),
+            }
             layouts.load(state, 2)
 
     def test_a_norm_over_all_heads_is_not_a_norm_per_head(self) -> None:
@@ -268,8 +274,10 @@ def test_round_trip_or_refusal(name: str, layout: str) -> None:
     if isinstance(options.get("position_encoding"), RelativeBias):
         told["max_distance"] = 13
     again = layouts.load(state, 3, layout=layout, **told)
-    q, k, v = (torch.randn(2, n, w, dtype=torch.float64)
-               for n, w in ((5, layer.query_dim), (7, layer.key_dim), (7, layer.value_dim)))  # fmt: skip
+    q, k, v = (
+        torch.randn(2, n, w, dtype=torch.float64)
+        for n, w in ((5, layer.query_dim), (7, layer.key_dim), (7, layer.value_dim))
+    )
     torch.testing.assert_close(again(q, k, v), layer(q, k, v), rtol=1e-12, atol=1e-12)
     assert layouts.export(again, layout).keys() == state.keys()
 
@@ -306,8 +314,10 @@ def test_biases_of_some_projections() -> None:
     layer = layouts.load(state, 3)
     assert layer.k_proj.bias is None
     assert layer.q_proj.bias is not None
-    with refuses("biases of layout 'torch': expected none or on q, k, v, out, received on q, v, out",
-                 "remedy: a bias of zeros changes nothing"):  # fmt: skip
+    with refuses(
+        "biases of layout 'torch': expected none or on q, k, v, out, received on q, v, out",
+        "remedy: a bias of zeros changes nothing",
+    ):
         layouts.export(layer, "torch")
 
 

@@ -57,8 +57,9 @@ PADDING: dict[str, Any] = {
 def test_masks(split: bool, attn: str, padding: str, batch_first: bool) -> None:
     theirs = made(batch_first=batch_first)
     ours = swap(copy.deepcopy(theirs), split=split)
-    query, key, value = ((drawn(B, n, W, seed=s) if batch_first else drawn(n, B, W, seed=s))
-                         for n, s in ((N, 1), (M, 2), (M, 3)))  # fmt: skip
+    query, key, value = (
+        (drawn(B, n, W, seed=s) if batch_first else drawn(n, B, W, seed=s)) for n, s in ((N, 1), (M, 2), (M, 3))
+    )
     masks = {"attn_mask": ATTN[attn](N, M), "key_padding_mask": PADDING[padding](M)}
     for options in ({}, {"average_attn_weights": False}, {"need_weights": False}):
         close(ours(query, key, value, **masks, **options), theirs(query, key, value, **masks, **options))
@@ -91,8 +92,11 @@ def test_extra_keys(extra: tuple[str, ...], attn: str, padding: str) -> None:
     ours_out, weights = ours(query, key, key, attn_mask=causal, is_causal=True)
     close((ours_out, weights), theirs(query, key, key, attn_mask=causal, is_causal=True))
     close(ours(query, key, key, attn_mask=causal, is_causal=True, need_weights=False)[0], ours_out)
-    with pytest.raises(ValueError, match=r"swap\(split=True\): expected modules without add_bias_kv and add_zero_attn, "
-                       r"received model; remedy: swap\(model\)"):  # fmt: skip
+    with pytest.raises(
+        ValueError,
+        match=r"swap\(split=True\): expected modules without add_bias_kv and add_zero_attn, "
+        r"received model; remedy: swap\(model\)",
+    ):
         swap(copy.deepcopy(theirs), split=True)
 
 

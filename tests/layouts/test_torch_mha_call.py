@@ -44,13 +44,22 @@ def test_against_the_function(attn: str, padding: str, extra: str, separate: boo
     biased = extra in ("bias", "both")
     weights = drawn(3 * W, W)
     arguments: dict[str, Any] = {
-        "embed_dim_to_check": W, "num_heads": H, "in_proj_weight": None if separate else weights,
-        "in_proj_bias": drawn(3 * W), "bias_k": drawn(1, 1, W, seed=5) if biased else None, "dropout_p": 0.0,
-        "bias_v": drawn(1, 1, W, seed=6) if biased else None, "add_zero_attn": extra in ("zero", "both"),
-        "out_proj_weight": torch.eye(W, dtype=torch.float64), "out_proj_bias": None, "need_weights": True,
-        "average_attn_weights": False, "attn_mask": ATTN[attn](), "key_padding_mask": PADDING[padding](),
+        "embed_dim_to_check": W,
+        "num_heads": H,
+        "in_proj_weight": None if separate else weights,
+        "in_proj_bias": drawn(3 * W),
+        "bias_k": drawn(1, 1, W, seed=5) if biased else None,
+        "dropout_p": 0.0,
+        "bias_v": drawn(1, 1, W, seed=6) if biased else None,
+        "add_zero_attn": extra in ("zero", "both"),
+        "out_proj_weight": torch.eye(W, dtype=torch.float64),
+        "out_proj_bias": None,
+        "need_weights": True,
+        "average_attn_weights": False,
+        "attn_mask": ATTN[attn](),
+        "key_padding_mask": PADDING[padding](),
         "use_separate_proj_weight": separate,
-    }  # fmt: skip
+    }
     if separate:
         arguments |= dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), weights.chunk(3), strict=True))
     out, seen = F.multi_head_attention_forward(query, key, key, **arguments)
@@ -62,10 +71,18 @@ def test_against_the_function(attn: str, padding: str, extra: str, separate: boo
 
 def test_static_keys_and_values_and_no_batch() -> None:
     arguments: dict[str, Any] = {
-        "embed_dim_to_check": W, "num_heads": H, "in_proj_weight": drawn(3 * W, W), "in_proj_bias": None,
-        "bias_k": None, "bias_v": None, "add_zero_attn": False, "dropout_p": 0.0, "out_proj_bias": None,
-        "out_proj_weight": torch.eye(W, dtype=torch.float64), "need_weights": False,
-    }  # fmt: skip
+        "embed_dim_to_check": W,
+        "num_heads": H,
+        "in_proj_weight": drawn(3 * W, W),
+        "in_proj_bias": None,
+        "bias_k": None,
+        "bias_v": None,
+        "add_zero_attn": False,
+        "dropout_p": 0.0,
+        "out_proj_bias": None,
+        "out_proj_weight": torch.eye(W, dtype=torch.float64),
+        "need_weights": False,
+    }
     static = {"static_k": drawn(B * H, 11, 5, seed=7), "static_v": drawn(B * H, 11, 5, seed=8)}
     query = drawn(N, B, W)
     q, k, v, options = functional_operands(query, query, query, **arguments, **static)

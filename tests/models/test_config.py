@@ -71,8 +71,9 @@ def test_rotary_positions_need_no_number():
     assert made(positions="rotary", num_heads=5, head_dim=4, context=None).context is None
 
 
-@pytest.mark.parametrize("choice, value", [("order", "sequential"), ("norm", "batch"), ("kind", "seq2seq"),
-                                           ("pooling", "max")])  # fmt: skip
+@pytest.mark.parametrize(
+    "choice, value", [("order", "sequential"), ("norm", "batch"), ("kind", "seq2seq"), ("pooling", "max")]
+)
 def test_a_choice_is_one_of_those_that_there_are(choice, value):
     """An order that is not known must not be taken for the parallel one."""
     with pytest.raises(ValueError, match=rf"{choice}: expected .*, received '{value}'"):
@@ -161,8 +162,14 @@ def test_some_are_roberta_under_another_name(other):
 
 @pytest.mark.parametrize("share, width", [(0.25, 6), (0.5, 12), (1.0, None), (None, 6)])
 def test_the_rotary_width_of_neox(share, width):
-    settings = {"num_hidden_layers": 1, "hidden_size": 72, "num_attention_heads": 3, "intermediate_size": 5,
-                "vocab_size": 7, "max_position_embeddings": 11}  # fmt: skip
+    settings = {
+        "num_hidden_layers": 1,
+        "hidden_size": 72,
+        "num_attention_heads": 3,
+        "intermediate_size": 5,
+        "vocab_size": 7,
+        "max_position_embeddings": 11,
+    }
     config = FAMILIES["gpt_neox"].config(settings | ({} if share is None else {"rotary_pct": share}))
     assert config.rotary_width == width
 
@@ -170,15 +177,29 @@ def test_the_rotary_width_of_neox(share, width):
 @pytest.mark.parametrize("value", [0, "5", 5.0, -5])
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt2"])
 def test_heads_are_checked_before_anything_is_divided_by_them(family, value):
-    settings = {"num_hidden_layers": 1, "hidden_size": 70, "num_attention_heads": value, "intermediate_size": 5,
-                "vocab_size": 7, "max_position_embeddings": 11, "scale_attn_by_inverse_layer_idx": True}  # fmt: skip
+    settings = {
+        "num_hidden_layers": 1,
+        "hidden_size": 70,
+        "num_attention_heads": value,
+        "intermediate_size": 5,
+        "vocab_size": 7,
+        "max_position_embeddings": 11,
+        "scale_attn_by_inverse_layer_idx": True,
+    }
     with pytest.raises((TypeError, ValueError), match=r"config\.json: .*(num_attention_heads|num_heads).*expected"):
         FAMILIES[family].config(settings)
 
 
 @pytest.mark.parametrize("value", [0, "5", 5.0, -5])
 def test_layers_are_checked_before_anything_is_counted_by_them(value):
-    settings = {"num_hidden_layers": value, "hidden_size": 70, "num_attention_heads": 5, "intermediate_size": 5,
-                "vocab_size": 7, "max_position_embeddings": 11, "sliding_window": 3}  # fmt: skip
+    settings = {
+        "num_hidden_layers": value,
+        "hidden_size": 70,
+        "num_attention_heads": 5,
+        "intermediate_size": 5,
+        "vocab_size": 7,
+        "max_position_embeddings": 11,
+        "sliding_window": 3,
+    }
     with pytest.raises((TypeError, ValueError), match=r"config\.json: .*(num_hidden_layers|layers).*expected"):
         FAMILIES["mistral"].config(settings)

@@ -13,9 +13,20 @@ def lines_of(model: Encoder | Decoder) -> dict[str, str]:
 
 
 def decoder() -> Decoder:
-    return Decoder(ModelConfig(
-        kind="decoder", layers=5, embed_dim=30, head_dim=14, num_heads=6, num_kv_heads=3, vocabulary=17, inner=11,
-        context=13, positions="rotary"))  # fmt: skip
+    return Decoder(
+        ModelConfig(
+            kind="decoder",
+            layers=5,
+            embed_dim=30,
+            head_dim=14,
+            num_heads=6,
+            num_kv_heads=3,
+            vocabulary=17,
+            inner=11,
+            context=13,
+            positions="rotary",
+        )
+    )
 
 
 def test_heads_of_all_layers_and_their_cache():

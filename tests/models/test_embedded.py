@@ -18,7 +18,8 @@ from torch.nn.functional import normalize
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from regard import models
-from regard.models import EMBEDDED, Embedded, embedded
+from regard.models import EMBEDDED, Embedded
+from regard.models import packaged as embedded
 
 WITH_MINILM, WITH_SMOLLM2 = (
     pytest.mark.skipif(EMBEDDED[name].folder() is None, reason=f"not installed: {EMBEDDED[name].install}")
@@ -181,10 +182,13 @@ def test_smollm2_is_what_it_says(smollm2):
 @pytest.mark.slow
 def test_smollm2_has_the_weights_of_transformers(smollm2, their_smollm2):
     theirs = their_smollm2.state_dict()
-    for mine, other in (("embedding.tokens", "model.embed_tokens"), ("norm", "model.norm"),
-                        ("blocks.29.attention.q_proj", "model.layers.29.self_attn.q_proj"),
-                        ("blocks.7.attention.k_proj", "model.layers.7.self_attn.k_proj"),
-                        ("blocks.13.mlp.down", "model.layers.13.mlp.down_proj")):  # fmt: skip
+    for mine, other in (
+        ("embedding.tokens", "model.embed_tokens"),
+        ("norm", "model.norm"),
+        ("blocks.29.attention.q_proj", "model.layers.29.self_attn.q_proj"),
+        ("blocks.7.attention.k_proj", "model.layers.7.self_attn.k_proj"),
+        ("blocks.13.mlp.down", "model.layers.13.mlp.down_proj"),
+    ):
         torch.testing.assert_close(smollm2.state_dict()[f"{mine}.weight"], theirs[f"{other}.weight"], atol=0, rtol=0)
 
 
@@ -234,9 +238,16 @@ def package(tmp_path, monkeypatch) -> Embedded:
     save(folder / "model", "bert")
     (folder / "__init__.py").write_text("raise RuntimeError('imported')")
     weights = folder / "model" / "model.safetensors"
-    one = Embedded(name="minilm", package="tiny-embedded-model", version="0.7.0", module="tiny_embedded_model",
-                   path="model", weights="model/model.safetensors",
-                   sha256=hashlib.sha256(weights.read_bytes()).hexdigest(), about="")  # fmt: skip
+    one = Embedded(
+        name="minilm",
+        package="tiny-embedded-model",
+        version="0.7.0",
+        module="tiny_embedded_model",
+        path="model",
+        weights="model/model.safetensors",
+        sha256=hashlib.sha256(weights.read_bytes()).hexdigest(),
+        about="",
+    )
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setitem(EMBEDDED, "minilm", one)
     return one

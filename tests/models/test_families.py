@@ -35,21 +35,49 @@ ROPES: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 3.7},
     "dynamic": {"rope_type": "dynamic", "factor": 3.7},
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 13},
-    "yarn with an attention factor": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 13,
-                                      "attention_factor": 0.83, "beta_fast": 17.0, "beta_slow": 2.0},
-    "yarn without rounding": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 13,
-                              "truncate": False},
-    "yarn with mscale": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 13, "mscale": 0.7,
-                         "mscale_all_dim": 1.3},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 13},
-    "longrope, short": {"rope_type": "longrope", "factor": 3.0, "original_max_position_embeddings": 43,
-                        "short_factor": [1.1, 1.2, 1.3, 1.5, 1.7, 1.9, 2.3],
-                        "long_factor": [2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0]},
-    "longrope, long": {"rope_type": "longrope", "factor": 3.0, "original_max_position_embeddings": 13,
-                       "short_factor": [1.1, 1.2, 1.3, 1.5, 1.7, 1.9, 2.3],
-                       "long_factor": [2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0]},
-}  # fmt: skip
+    "yarn with an attention factor": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 13,
+        "attention_factor": 0.83,
+        "beta_fast": 17.0,
+        "beta_slow": 2.0,
+    },
+    "yarn without rounding": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 13,
+        "truncate": False,
+    },
+    "yarn with mscale": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 13,
+        "mscale": 0.7,
+        "mscale_all_dim": 1.3,
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 13,
+    },
+    "longrope, short": {
+        "rope_type": "longrope",
+        "factor": 3.0,
+        "original_max_position_embeddings": 43,
+        "short_factor": [1.1, 1.2, 1.3, 1.5, 1.7, 1.9, 2.3],
+        "long_factor": [2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0],
+    },
+    "longrope, long": {
+        "rope_type": "longrope",
+        "factor": 3.0,
+        "original_max_position_embeddings": 13,
+        "short_factor": [1.1, 1.2, 1.3, 1.5, 1.7, 1.9, 2.3],
+        "long_factor": [2.0, 3.0, 5.0, 7.0, 11.0, 13.0, 17.0],
+    },
+}
 
 
 def rope(kind: str, **more: Any) -> Original:
@@ -100,8 +128,9 @@ VARIANTS: dict[str, Original] = {
     "gpt_neox, no attention bias": Original("gpt_neox", {"attention_bias": False}),
     "gpt_neox, tied": Original("gpt_neox", {"tie_word_embeddings": True}),
     "gpt_neox, gelu_fast, large eps": Original("gpt_neox", {"hidden_act": "gelu_fast", "layer_norm_eps": 0.1}),
-    "gpt_neox, linear rope": Original("gpt_neox", {"rope_parameters": {"rope_theta": 1e4, **ROPES["linear"],
-                                                                       "partial_rotary_factor": 0.25}}),
+    "gpt_neox, linear rope": Original(
+        "gpt_neox", {"rope_parameters": {"rope_theta": 1e4, **ROPES["linear"], "partial_rotary_factor": 0.25}}
+    ),
     "llama": Original("llama"),
     "llama, head width of the model": Original("llama", {"hidden_size": 60, "head_dim": None}),
     "llama, no shared heads": Original("llama", {"num_key_value_heads": None}),
@@ -122,8 +151,11 @@ VARIANTS: dict[str, Original] = {
     ),
     "qwen2, layer types": Original(
         "qwen2",
-        {"use_sliding_window": True, "sliding_window": 7,
-         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+        {
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
     ),
     "qwen2, window not used": Original("qwen2", {"use_sliding_window": False, "sliding_window": 7}),
     "qwen3": Original("qwen3"),
@@ -131,7 +163,7 @@ VARIANTS: dict[str, Original] = {
     "qwen3, attention bias": Original("qwen3", {"attention_bias": True}),
     "qwen3, tied, wide heads": Original("qwen3", {"tie_word_embeddings": True, "head_dim": 26}),
     "qwen3, windows": Original("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
-}  # fmt: skip
+}
 
 
 def ours(folder: Path, ids: Tensor, **options: Any) -> tuple[list[Tensor], Tensor | None]:
@@ -332,10 +364,15 @@ OLD_SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"type": "linear", "factor": 3.7},
     "dynamic": {"type": "dynamic", "factor": 3.7},
     "yarn": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 13},
-    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 13},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 13,
+    },
     "both names": {"type": "linear", "rope_type": "linear", "factor": 3.7},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", OLD_SCALINGS)
@@ -371,14 +408,31 @@ def test_the_first_llama_configs_had_neither_kv_heads_nor_rope(tmp_path):
 
 
 LEFT_OUT = [
-    ("bert", "hidden_act"), ("bert", "layer_norm_eps"), ("bert", "pad_token_id"), ("bert", "is_decoder"),
-    ("roberta", "layer_norm_eps"), ("xlm-roberta", "layer_norm_eps"), ("roberta", "hidden_act"),
-    ("distilbert", "activation"), ("gpt2", "activation_function"), ("gpt2", "layer_norm_epsilon"),
-    ("gpt2", "tie_word_embeddings"), ("gpt_neox", "rope_parameters"), ("gpt_neox", "use_parallel_residual"),
-    ("gpt_neox", "attention_bias"), ("gpt_neox", "layer_norm_eps"), ("gpt_neox", "hidden_act"),
-    ("llama", "rms_norm_eps"), ("llama", "rope_parameters"), ("llama", "hidden_act"), ("mistral", "sliding_window"),
-    ("qwen2", "layer_types"), ("qwen2", "rms_norm_eps"), ("qwen3", "attention_bias"), ("qwen3", "sliding_window"),
-]  # fmt: skip
+    ("bert", "hidden_act"),
+    ("bert", "layer_norm_eps"),
+    ("bert", "pad_token_id"),
+    ("bert", "is_decoder"),
+    ("roberta", "layer_norm_eps"),
+    ("xlm-roberta", "layer_norm_eps"),
+    ("roberta", "hidden_act"),
+    ("distilbert", "activation"),
+    ("gpt2", "activation_function"),
+    ("gpt2", "layer_norm_epsilon"),
+    ("gpt2", "tie_word_embeddings"),
+    ("gpt_neox", "rope_parameters"),
+    ("gpt_neox", "use_parallel_residual"),
+    ("gpt_neox", "attention_bias"),
+    ("gpt_neox", "layer_norm_eps"),
+    ("gpt_neox", "hidden_act"),
+    ("llama", "rms_norm_eps"),
+    ("llama", "rope_parameters"),
+    ("llama", "hidden_act"),
+    ("mistral", "sliding_window"),
+    ("qwen2", "layer_types"),
+    ("qwen2", "rms_norm_eps"),
+    ("qwen3", "attention_bias"),
+    ("qwen3", "sliding_window"),
+]
 
 
 @pytest.mark.parametrize("family, key", LEFT_OUT)
@@ -439,8 +493,14 @@ def test_gpt2_as_its_first_checkpoint_has_it(tmp_path):
         return there | {f"h.{i}.attn.bias": torch.ones(1, 1, CONTEXT, CONTEXT) for i in range(LAYERS)}
 
     change_tensors(tmp_path, first)
-    later = ("n_inner", "tie_word_embeddings", "scale_attn_weights", "add_cross_attention", "reorder_and_upcast_attn",
-             "scale_attn_by_inverse_layer_idx")  # fmt: skip
+    later = (
+        "n_inner",
+        "tie_word_embeddings",
+        "scale_attn_weights",
+        "add_cross_attention",
+        "reorder_and_upcast_attn",
+        "scale_attn_by_inverse_layer_idx",
+    )
     change_settings(tmp_path, without=later, n_ctx=CONTEXT)
     ids = some_ids()
     torch.testing.assert_close(ours(tmp_path, ids)[1], logits(model, ids), **EXACT)
@@ -549,9 +609,19 @@ def test_the_gradient_of_a_padded_batch_is_finite(family, side, tmp_path):
 
 CACHED = {
     **{family: Original(family) for family in DECODERS},
-    **{name: VARIANTS[name] for name in ("mistral, window", "qwen2, layer types", "llama, yarn", "gpt2, untied",
-                                         "gpt_neox, sequential", "llama, one kv head", "llama, longrope, short")},
-}  # fmt: skip
+    **{
+        name: VARIANTS[name]
+        for name in (
+            "mistral, window",
+            "qwen2, layer types",
+            "llama, yarn",
+            "gpt2, untied",
+            "gpt_neox, sequential",
+            "llama, one kv head",
+            "llama, longrope, short",
+        )
+    },
+}
 
 
 @pytest.mark.parametrize("sizes", [(1,) * 17, (5, 1, 1, 7, 3), (17,)], ids=["one by one", "in chunks", "at once"])

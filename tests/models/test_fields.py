@@ -87,36 +87,127 @@ def test_lists():
 # ----------------------------------------------------------------------------------------------------
 # A config.json that holds anything
 
-_SIZES: dict[str, Any] = {"vocab_size": 11, "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 2,
-                          "intermediate_size": 7, "max_position_embeddings": 13}  # fmt: skip
+_SIZES: dict[str, Any] = {
+    "vocab_size": 11,
+    "hidden_size": 12,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 2,
+    "intermediate_size": 7,
+    "max_position_embeddings": 13,
+}
 _TOKENS: dict[str, Any] = {"bos_token_id": 2, "eos_token_id": [3, 4], "pad_token_id": 1}
-_YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
-                         "original_max_position_embeddings": 8, "mscale": 1.0, "mscale_all_dim": 1.0,
-                         "attention_factor": 1.2, "truncate": True}  # fmt: skip
-_LLAMA3: dict[str, Any] = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                           "original_max_position_embeddings": 8, "rope_theta": 1e4}  # fmt: skip
-_LONG: dict[str, Any] = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [1.0, 3.0], "factor": 2.0,
-                         "original_max_position_embeddings": 8, "attention_factor": 1.1}  # fmt: skip
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "attention_factor": 1.2,
+    "truncate": True,
+}
+_LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "rope_theta": 1e4,
+}
+_LONG: dict[str, Any] = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 2.0],
+    "long_factor": [1.0, 3.0],
+    "factor": 2.0,
+    "original_max_position_embeddings": 8,
+    "attention_factor": 1.1,
+}
 GOOD: dict[str, dict[str, Any]] = {
-    "bert": {"model_type": "bert", "type_vocab_size": 2, "hidden_act": "gelu", "layer_norm_eps": 1e-12,
-             "is_decoder": False, **_SIZES, **_TOKENS},
+    "bert": {
+        "model_type": "bert",
+        "type_vocab_size": 2,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "is_decoder": False,
+        **_SIZES,
+        **_TOKENS,
+    },
     "roberta": {"model_type": "roberta", "type_vocab_size": 1, **_SIZES, **_TOKENS},
-    "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_embd": 12, "n_head": 3, "n_inner": 7, "vocab_size": 11,
-             "n_positions": 13, "scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False,
-             "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5, "activation_function": "gelu_new"},
-    "gpt_neox": {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 1e4, "use_parallel_residual": True,
-                 "attention_bias": True, **_SIZES},
-    "mistral": {"model_type": "mistral", "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"],
-                "head_dim": 4, "num_key_value_heads": 1, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "mlp_bias": False,
-                **_SIZES},
-    "qwen2": {"model_type": "qwen2", "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1,
-              "rope_parameters": _YARN, **_SIZES},
+    "gpt2": {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_embd": 12,
+        "n_head": 3,
+        "n_inner": 7,
+        "vocab_size": 11,
+        "n_positions": 13,
+        "scale_attn_by_inverse_layer_idx": True,
+        "scale_attn_weights": False,
+        "tie_word_embeddings": True,
+        "layer_norm_epsilon": 1e-5,
+        "activation_function": "gelu_new",
+    },
+    "gpt_neox": {
+        "model_type": "gpt_neox",
+        "rotary_pct": 0.5,
+        "rotary_emb_base": 1e4,
+        "use_parallel_residual": True,
+        "attention_bias": True,
+        **_SIZES,
+    },
+    "mistral": {
+        "model_type": "mistral",
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "head_dim": 4,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e4,
+        "mlp_bias": False,
+        **_SIZES,
+    },
+    "qwen2": {
+        "model_type": "qwen2",
+        "sliding_window": 5,
+        "use_sliding_window": True,
+        "max_window_layers": 1,
+        "rope_parameters": _YARN,
+        **_SIZES,
+    },
     "llama3": {"model_type": "llama", "rope_scaling": _LLAMA3, "tie_word_embeddings": True, **_SIZES},
     "longrope": {"model_type": "llama", "rope_scaling": _LONG, **_SIZES},
     "dynamic": {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}, **_SIZES},
-}  # fmt: skip
-BAD = [None, True, 0, -1, -3, 3, 1.0, 1e-300, 1e308, NAN, INF, -INF, 10**5, 10**8, 2**31, 2**63, 10**400, "", "7",
-       "x\x1b[31m", [], [1], [[1]], {}, {"a": 1}, [NAN, INF]]  # fmt: skip
+}
+BAD = [
+    None,
+    True,
+    0,
+    -1,
+    -3,
+    3,
+    1.0,
+    1e-300,
+    1e308,
+    NAN,
+    INF,
+    -INF,
+    10**5,
+    10**8,
+    2**31,
+    2**63,
+    10**400,
+    "",
+    "7",
+    "x\x1b[31m",
+    [],
+    [1],
+    [[1]],
+    {},
+    {"a": 1},
+    [NAN, INF],
+]
 
 
 def changed(good: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -157,12 +248,23 @@ def test_whatever_a_config_holds_it_is_refused_in_words_or_is_a_model_that_runs(
     assert refused > 0.6 * len(changed(GOOD[name]))
 
 
-@pytest.mark.parametrize("name, size, most", [
-    ("mistral", "num_hidden_layers", LAYERS), ("gpt2", "n_layer", LAYERS), ("qwen2", "num_hidden_layers", LAYERS),
-    ("mistral", "hidden_size", WIDTH), ("mistral", "intermediate_size", WIDTH), ("gpt2", "n_embd", WIDTH),
-    ("mistral", "num_attention_heads", WIDTH), ("mistral", "head_dim", WIDTH), ("bert", "vocab_size", ROWS),
-    ("bert", "max_position_embeddings", ROWS), ("bert", "type_vocab_size", ROWS), ("mistral", "sliding_window", ROWS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, size, most",
+    [
+        ("mistral", "num_hidden_layers", LAYERS),
+        ("gpt2", "n_layer", LAYERS),
+        ("qwen2", "num_hidden_layers", LAYERS),
+        ("mistral", "hidden_size", WIDTH),
+        ("mistral", "intermediate_size", WIDTH),
+        ("gpt2", "n_embd", WIDTH),
+        ("mistral", "num_attention_heads", WIDTH),
+        ("mistral", "head_dim", WIDTH),
+        ("bert", "vocab_size", ROWS),
+        ("bert", "max_position_embeddings", ROWS),
+        ("bert", "type_vocab_size", ROWS),
+        ("mistral", "sliding_window", ROWS),
+    ],
+)
 def test_a_size_that_cannot_be_is_refused_before_anything_is_made_of_it(name, size, most):
     settings = {key: value for key, value in GOOD[name].items() if key != "layer_types"} | {size: 10**10}
     tracemalloc.start()

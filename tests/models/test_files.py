@@ -14,12 +14,20 @@ import torch
 from safetensors.torch import save_file
 
 from regard import models
-from regard.heads import Record, load_pruned, treebank
-from regard.models import embedded
+from regard.heads import Record, load_pruned
+from regard.heads.analysis import treebank
+from regard.models import packaged as embedded
 from regard.models.files import open_regular, open_safetensors, parse_json, read_json
 
-CONFIG = {"model_type": "bert", "vocab_size": 11, "hidden_size": 12, "num_attention_heads": 3, "num_hidden_layers": 1,
-          "intermediate_size": 7, "max_position_embeddings": 13}  # fmt: skip
+CONFIG = {
+    "model_type": "bert",
+    "vocab_size": 11,
+    "hidden_size": 12,
+    "num_attention_heads": 3,
+    "num_hidden_layers": 1,
+    "intermediate_size": 7,
+    "max_position_embeddings": 13,
+}
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
@@ -61,8 +69,17 @@ KINDS = pytest.mark.parametrize("kind", ["a pipe", "a folder", "a device"])
 
 
 @KINDS
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "modules.json", "sentence_bert_config.json",
-                                  "1_Pooling/config.json", "model.safetensors"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "modules.json",
+        "sentence_bert_config.json",
+        "1_Pooling/config.json",
+        "model.safetensors",
+    ],
+)
 def test_only_files_are_opened(folder: Path, name: str, kind: str) -> None:
     (folder / name).parent.mkdir(exist_ok=True)
     put(folder / name, kind)
@@ -130,18 +147,34 @@ def test_a_link_to_a_file_is_a_file(tmp_path: Path) -> None:
 # JSON
 
 
-@pytest.mark.parametrize("text, words", [
-    (DEEP, "nested too deeply"), ('{"a":' * 100_000, "nested too deeply"), ("1" * 10_000, "4300 digits"),
-    ("{", "Expecting property name"), ("", "Expecting value"), (b"\xff", "can't decode byte"),
-    (b'"\xed\xa0\x80"', "can't decode byte"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (DEEP, "nested too deeply"),
+        ('{"a":' * 100_000, "nested too deeply"),
+        ("1" * 10_000, "4300 digits"),
+        ("{", "Expecting property name"),
+        ("", "Expecting value"),
+        (b"\xff", "can't decode byte"),
+        (b'"\xed\xa0\x80"', "can't decode byte"),
+    ],
+)
 def test_what_is_no_json(text: str | bytes, words: str) -> None:
     with pytest.raises(ValueError, match=rf"^it: expected JSON, received one that is damaged or cut short \(.*{words}"):
         parse_json(text, "it")
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "modules.json", "sentence_bert_config.json",
-                                  "1_Pooling/config.json", "model.safetensors.index.json"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "modules.json",
+        "sentence_bert_config.json",
+        "1_Pooling/config.json",
+        "model.safetensors.index.json",
+    ],
+)
 def test_deep_json_is_told_in_words(folder: Path, name: str) -> None:
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text(DEEP)

@@ -21,11 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import regard.linear
+import regard.onednn
 from regard import KVCache, RollingCache
 from regard.models import Decoder, ModelConfig, generation, load
-from regard.models.embedded import EMBEDDED
 from regard.models.generation import Rules, Writer, choose
+from regard.models.packaged import EMBEDDED
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers, which cuts text, is not installed")
 
@@ -96,11 +96,18 @@ def of_sentencepiece() -> Any:
 KINDS: dict[str, dict[str, Any]] = {
     "learned": {"num_heads": 3, "context": 101},
     "learned, parallel": {"num_heads": 3, "context": 101, "order": "parallel", "first_position": 2},
-    "rotary": {"num_heads": 6, "num_kv_heads": 2, "positions": "rotary", "norm": "rms", "gated": True, "bias": False,
-               "activation": "silu"},
+    "rotary": {
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "positions": "rotary",
+        "norm": "rms",
+        "gated": True,
+        "bias": False,
+        "activation": "silu",
+    },
     "window": {"num_heads": 6, "num_kv_heads": 3, "positions": "rotary", "windows": (5, None)},
     "window, learned": {"num_heads": 3, "windows": (3, 7), "context": 101},
-}  # fmt: skip
+}
 ALL = pytest.mark.parametrize("kind", KINDS)
 
 
@@ -651,7 +658,7 @@ def test_two_threads_with_two_models() -> None:
     alone = [model.generate("To be", 61) for model in made]
     for model in made:
         for module in model.modules():
-            regard.linear._COPIES.pop(module, None)
+            regard.onednn._COPIES.pop(module, None)
     together: dict[int, list[str]] = {0: [], 1: []}
 
     def work(i: int) -> None:
@@ -718,8 +725,9 @@ def test_the_beginning_token_is_read_at_the_beginning_only() -> None:
     assert len(cache[0]) == 1 + len("To be" + first) + 1 + 5
 
 
-@pytest.mark.parametrize("make", [list, lambda: [KVCache()], KVCache, lambda: KVCache], ids=["none", "one too few",
-                                                                         "no list", "a class"])  # fmt: skip
+@pytest.mark.parametrize(
+    "make", [list, lambda: [KVCache()], KVCache, lambda: KVCache], ids=["none", "one too few", "no list", "a class"]
+)
 def test_a_wrong_cache_is_said(make: Callable[[], Any]) -> None:
     model = tiny()
     with pytest.raises((ValueError, TypeError), match=r"cache: expected one .*per layer.*remedy: model\.new_cache\(\)"):
@@ -920,7 +928,7 @@ def test_no_warning_within_the_trained_length() -> None:
 
 
 def users() -> int:
-    return sum(copy.users for copy in regard.linear._COPIES.values())
+    return sum(copy.users for copy in regard.onednn._COPIES.values())
 
 
 def large(**changes: Any) -> Decoder:
@@ -937,7 +945,7 @@ def forgotten(model: Decoder) -> Decoder:
 def test_packing_is_used_and_ends() -> None:
     model = large()
     model.generate("To be", 23)
-    assert set(model.modules()) & set(regard.linear._COPIES)
+    assert set(model.modules()) & set(regard.onednn._COPIES)
     assert not users()
 
 
@@ -977,13 +985,13 @@ def test_a_stream_that_fails_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_copies_go_with_their_model() -> None:
     gc.collect()
-    before = len(regard.linear._COPIES)
+    before = len(regard.onednn._COPIES)
     model = large()
     model.generate("To be", 23)
-    assert len(regard.linear._COPIES) > before
+    assert len(regard.onednn._COPIES) > before
     del model
     gc.collect()
-    assert len(regard.linear._COPIES) == before
+    assert len(regard.onednn._COPIES) == before
 
 
 def flipped(tensor: Tensor, axis: int) -> Tensor:
@@ -1023,7 +1031,7 @@ CHANGES: dict[str, Callable[[Decoder], object]] = {
 def test_weights_that_changed_are_noticed(how: str) -> None:
     model = large()
     before = model.generate("To be", 41)
-    assert set(model.modules()) & set(regard.linear._COPIES)
+    assert set(model.modules()) & set(regard.onednn._COPIES)
     CHANGES[how](model)
     after = model.generate("To be", 41)
     assert after == forgotten(model).generate("To be", 41) == greedy(model, "To be", 41)
@@ -1121,8 +1129,9 @@ def test_weights_made_in_inference_mode_generate() -> None:
     assert model.generate("To be", 23) == expected
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
-                         ids=["deepcopy", "pickle"])  # fmt: skip
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+)
 def test_a_copy_after_generating_generates_the_same(how: Callable[[Decoder], Decoder]) -> None:
     model = large()
     text = model.generate("To be", 23)

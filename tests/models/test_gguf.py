@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from regard import models
-from regard.models.embedded import EMBEDDED
 from regard.models.gguf_file import GgufFile
 from regard.models.gguf_header import read_header
+from regard.models.packaged import EMBEDDED
 
 gguf = pytest.importorskip("gguf", reason="gguf, which writes the files, is not installed")
 np = pytest.importorskip("numpy", reason="numpy, of which gguf is made, is not installed")
@@ -218,8 +218,14 @@ QUANTISED = [Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.BF16, Q.TQ2_0, Q.Q2_K, Q.
 def test_quantised_is_what_gguf_dequantises(tmp_path: Path, arch: str, kind: Any) -> None:
     block, _ = gguf.GGML_QUANT_SIZES[kind]
     heads, head_dim, inner = (2, 128, 256) if block == 256 else (3, 32, 5 * 32)
-    model = tiny(arch, hidden_size=heads * head_dim, intermediate_size=inner, num_attention_heads=heads,
-                 num_key_value_heads=1, head_dim=head_dim)  # fmt: skip
+    model = tiny(
+        arch,
+        hidden_size=heads * head_dim,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=1,
+        head_dim=head_dim,
+    )
     stored, state = {}, {}
     by_name = arrays(model, arch)
     for name in model.state_dict():
@@ -253,10 +259,15 @@ def test_rows_read_together_are_the_rows_read_alone(tmp_path: Path, kind: Any, r
 def test_several_kinds_in_one_file(tmp_path: Path) -> None:
     model = tiny(hidden_size=96, head_dim=32, intermediate_size=32)
     path, writer = tmp_path / "m.gguf", gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
-    for add, value in ((writer.add_block_count, LAYERS), (writer.add_context_length, CONTEXT),
-                       (writer.add_embedding_length, 96), (writer.add_feed_forward_length, 32),
-                       (writer.add_head_count, 3), (writer.add_head_count_kv, KV),
-                       (writer.add_layer_norm_rms_eps, 3e-5)):  # fmt: skip
+    for add, value in (
+        (writer.add_block_count, LAYERS),
+        (writer.add_context_length, CONTEXT),
+        (writer.add_embedding_length, 96),
+        (writer.add_feed_forward_length, 32),
+        (writer.add_head_count, 3),
+        (writer.add_head_count_kv, KV),
+        (writer.add_layer_norm_rms_eps, 3e-5),
+    ):
         add(value)
     state = {}
     for (name, tensor), kind in zip(model.state_dict().items(), 9 * [Q.Q8_0, Q.F32, Q.BF16], strict=False):
@@ -305,8 +316,12 @@ def test_head_counts_given_per_layer(tmp_path: Path) -> None:
 
 
 def test_head_counts_that_differ_by_layer_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.gguf", tiny(), without=("head_count_kv",),
-                 more=lambda writer: writer.add_array("llama.attention.head_count_kv", [1, 3]))  # fmt: skip
+    path = write(
+        tmp_path / "m.gguf",
+        tiny(),
+        without=("head_count_kv",),
+        more=lambda writer: writer.add_array("llama.attention.head_count_kv", [1, 3]),
+    )
     with pytest.raises(ValueError, match="num_key_value_heads: expected the same in all layers"):
         models.load(path)
 
@@ -454,8 +469,11 @@ def test_part_of_a_head_is_turned(tmp_path: Path, arch: str, projection: str) ->
 def test_sliding_window(tmp_path: Path, arch: str) -> None:
     if arch == "llama":  # what llama.cpp calls llama with a window is Mistral
         settings = tiny().config.to_dict()
-        settings = {k: v for k, v in settings.items() if k not in ("model_type", "architectures", "mlp_bias",
-                                                                   "attention_bias", "pretraining_tp")}  # fmt: skip
+        settings = {
+            k: v
+            for k, v in settings.items()
+            if k not in ("model_type", "architectures", "mlp_bias", "attention_bias", "pretraining_tp")
+        }
         config = transformers.MistralConfig(**settings | {"sliding_window": 5})
         config._attn_implementation = "eager"
         model = transformers.MistralForCausalLM(config).eval()
@@ -494,8 +512,12 @@ def assert_same_header(path: Path) -> None:
 @pytest.mark.parametrize("alignment", [None, 8, 64, 256], ids=["of 32", "of 8", "of 64", "of 256"])
 def test_alignment(tmp_path: Path, alignment: int | None) -> None:
     model = tiny(hidden_size=96, head_dim=32, intermediate_size=32)
-    path = write(tmp_path / "m.gguf", model, kind=Q.Q8_0,
-                 more=lambda writer: alignment and writer.add_custom_alignment(alignment))  # fmt: skip
+    path = write(
+        tmp_path / "m.gguf",
+        model,
+        kind=Q.Q8_0,
+        more=lambda writer: alignment and writer.add_custom_alignment(alignment),
+    )
     assert_same_header(path)
     expected = gguf.quants.quantize(model.lm_head.weight.numpy(), Q.Q8_0)
     expected = torch.from_numpy(gguf.quants.dequantize(expected, Q.Q8_0))
@@ -765,8 +787,15 @@ def replaced(whole: bytes, name: str, form: str, value: Any) -> bytes:
     return whole[:at] + struct.pack(form, value) + whole[at + struct.calcsize(form) :]
 
 
-SIZES = ["block_count", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv",
-         "attention.key_length", "vocab_size"]  # fmt: skip
+SIZES = [
+    "block_count",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "vocab_size",
+]
 
 
 @pytest.mark.parametrize("value", [0, 1 << 24, (1 << 32) - 1], ids="{}".format)
@@ -816,10 +845,17 @@ def test_a_setting_of_another_kind_that_need_not_be_there(tmp_path: Path, whole:
     assert "damaged" not in str(error.value)
 
 
-@pytest.mark.parametrize("old, new, words", [
-    ("blk.1.ffn_up.weight", "blk.0.ffn_up.weight", "the tensor 'blk.0.ffn_up.weight' is there twice"),
-    ("llama.attention.head_count_kv", "llama.attention.key_length", "the field 'llama.attention.key_length' is there"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        ("blk.1.ffn_up.weight", "blk.0.ffn_up.weight", "the tensor 'blk.0.ffn_up.weight' is there twice"),
+        (
+            "llama.attention.head_count_kv",
+            "llama.attention.key_length",
+            "the field 'llama.attention.key_length' is there",
+        ),
+    ],
+)
 def test_what_is_there_twice_is_refused(tmp_path: Path, whole: bytes, old: str, new: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         load_bytes(tmp_path / "m.gguf", whole.replace(string(old), string(new)))
@@ -882,8 +918,10 @@ def test_missing_tensor_is_named(tmp_path: Path, name: str, said: str) -> None:
         models.load(write(tmp_path / "m.gguf", model, tensors=tensors))
 
 
-@pytest.mark.parametrize("name", ["token_embd.weight", "blk.1.attn_q.weight", "blk.0.ffn_down.weight",
-                                  "blk.0.attn_norm.weight", "output.weight"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    ["token_embd.weight", "blk.1.attn_q.weight", "blk.0.ffn_down.weight", "blk.0.attn_norm.weight", "output.weight"],
+)
 def test_wrong_shape_is_said(tmp_path: Path, name: str) -> None:
     model = tiny()
     tensors = arrays(model, "llama")

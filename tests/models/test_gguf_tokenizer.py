@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard import models
-from regard.models.embedded import EMBEDDED
 from regard.models.gguf_file import GgufFile
 from regard.models.gguf_tokenizer import tokenizer_of
+from regard.models.packaged import EMBEDDED
 
 gguf = pytest.importorskip("gguf", reason="gguf, which writes the files, is not installed")
 np = pytest.importorskip("numpy", reason="numpy, of which gguf is made, is not installed")
@@ -60,9 +60,15 @@ def write(path: Path, words: list[str] | None, *, tensors: bool = False, **field
             writer.add_array(key, value)
     if tensors:
         rng = np.random.default_rng(0)
-        sizes = {"token_embd": (vocabulary, width), "output_norm": (width,), "blk.0.attn_norm": (width,),
-                 "blk.0.ffn_norm": (width,), "blk.0.ffn_gate": (inner, width), "blk.0.ffn_up": (inner, width),
-                 "blk.0.ffn_down": (width, inner)}  # fmt: skip
+        sizes = {
+            "token_embd": (vocabulary, width),
+            "output_norm": (width,),
+            "blk.0.attn_norm": (width,),
+            "blk.0.ffn_norm": (width,),
+            "blk.0.ffn_gate": (inner, width),
+            "blk.0.ffn_up": (inner, width),
+            "blk.0.ffn_down": (width, inner),
+        }
         sizes |= {f"blk.0.attn_{part}": (width, width) for part in ("q", "k", "v", "output")}
         for name, size in sizes.items():
             writer.add_tensor(f"{name}.weight", rng.standard_normal(size, dtype=np.float32))
@@ -84,14 +90,21 @@ LETTERS = bytes_as_letters()
 SPECIAL = ["<end>", "<begin>"]
 
 
-def byte_level(path: Path, pre: str, merges: list[str] | None = None, more: list[str] | None = None,
-               **fields: Any) -> Any:  # fmt: skip
+def byte_level(
+    path: Path, pre: str, merges: list[str] | None = None, more: list[str] | None = None, **fields: Any
+) -> Any:
     """Every byte a token (0 to 255), then what merges make, then `more`, then <end> and <begin>."""
     merges = merges or []
     words = [*LETTERS, *("".join(merge.split(" ")) for merge in merges), *(more or []), *SPECIAL]
     kinds = [NORMAL] * (len(words) - 2) + [CONTROL] * 2
-    fields = {"model": "gpt2", "pre": pre, "token_type": kinds, "merges": merges, "eos_token_id": len(words) - 2,
-              "bos_token_id": len(words) - 1} | fields  # fmt: skip
+    fields = {
+        "model": "gpt2",
+        "pre": pre,
+        "token_type": kinds,
+        "merges": merges,
+        "eos_token_id": len(words) - 2,
+        "bos_token_id": len(words) - 1,
+    } | fields
     fields = {name: value for name, value in fields.items() if value is not None and value != []}
     return tokenizer_of(GgufFile(write(path / "m.gguf", words, **fields)))
 
@@ -222,8 +235,13 @@ def test_begin_and_end_are_the_same_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", ["<a:b>", "$A", "<|im_end|>:1", "x y"])
 def test_begin_of_any_spelling(tmp_path: Path, word: str) -> None:
     words = [*LETTERS, word]
-    fields = {"model": "gpt2", "pre": "gpt-2", "bos_token_id": 256, "add_bos_token": True,
-              "token_type": [NORMAL] * 256 + [CONTROL]}  # fmt: skip
+    fields = {
+        "model": "gpt2",
+        "pre": "gpt-2",
+        "bos_token_id": 256,
+        "add_bos_token": True,
+        "token_type": [NORMAL] * 256 + [CONTROL],
+    }
     made = tokenizer_of(GgufFile(write(tmp_path / "m.gguf", words, **fields)))
     assert made.encode("a").ids == [256, 97]
 
@@ -232,16 +250,56 @@ def test_begin_of_any_spelling(tmp_path: Path, word: str) -> None:
 # SentencePiece
 
 
-PIECES = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁h", "el", "lo", "▁hel", "▁hello",
-          "ll", "▁", "h", "e", "l", "o", "w", "▁w", "▁wo", "▁▁"]  # fmt: skip
-SCORES = [0.0] * 259 + [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0, -100.0, -101.0, -102.0, -103.0, -104.0, -105.0, -7.0, -8.0,
-                        -9.0]  # fmt: skip
+PIECES = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    *(f"<0x{byte:02X}>" for byte in range(256)),
+    "▁h",
+    "el",
+    "lo",
+    "▁hel",
+    "▁hello",
+    "ll",
+    "▁",
+    "h",
+    "e",
+    "l",
+    "o",
+    "w",
+    "▁w",
+    "▁wo",
+    "▁▁",
+]
+SCORES = [0.0] * 259 + [
+    -1.0,
+    -2.0,
+    -3.0,
+    -4.0,
+    -5.0,
+    -6.0,
+    -100.0,
+    -101.0,
+    -102.0,
+    -103.0,
+    -104.0,
+    -105.0,
+    -7.0,
+    -8.0,
+    -9.0,
+]
 KINDS = [UNKNOWN, CONTROL, CONTROL] + [BYTE] * 256 + [NORMAL] * (len(PIECES) - 259)
 
 
 def sentencepiece(path: Path, **fields: Any) -> Any:
-    fields = {"model": "llama", "scores": SCORES, "token_type": KINDS, "bos_token_id": 1, "eos_token_id": 2,
-              "unknown_token_id": 0} | fields  # fmt: skip
+    fields = {
+        "model": "llama",
+        "scores": SCORES,
+        "token_type": KINDS,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+    } | fields
     fields = {name: value for name, value in fields.items() if value is not None}
     return tokenizer_of(GgufFile(write(path / "m.gguf", PIECES, **fields)))
 
@@ -330,8 +388,11 @@ def test_sentencepiece_without_scores(tmp_path: Path) -> None:
 
 
 def test_unknown_cut_names_those_known(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tokenizer\.ggml\.pre: expected one of gpt-2, smollm, llama-bpe, qwen2, "
-                                         r"received 'tekken'; remedy: pass token ids"):  # fmt: skip
+    with pytest.raises(
+        ValueError,
+        match=r"tokenizer\.ggml\.pre: expected one of gpt-2, smollm, llama-bpe, qwen2, "
+        r"received 'tekken'; remedy: pass token ids",
+    ):
         byte_level(tmp_path, "tekken")
 
 
@@ -349,10 +410,18 @@ def test_unknown_model_names_those_known(tmp_path: Path) -> None:
         tokenizer_of(GgufFile(write(tmp_path / "m.gguf", ["a"], model="rwkv")))
 
 
-@pytest.mark.parametrize("fields", [{"add_bos_token": True, "bos_token_id": 9999}, {"merges": ["a q q"]},
-                                    {"merges": ["alone"]}, {"merges": ["nowhere found"]}, {"token_type": 3},
-                                    {"merges": 5}],
-                         ids=lambda fields: f"{next(iter(fields))} {next(iter(fields.values()))}")  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"add_bos_token": True, "bos_token_id": 9999},
+        {"merges": ["a q q"]},
+        {"merges": ["alone"]},
+        {"merges": ["nowhere found"]},
+        {"token_type": 3},
+        {"merges": 5},
+    ],
+    ids=lambda fields: f"{next(iter(fields))} {next(iter(fields.values()))}",
+)
 def test_a_damaged_tokenizer_is_a_value_error(tmp_path: Path, fields: dict[str, Any]) -> None:
     words = [*LETTERS, *SPECIAL]
     fields = {"model": "gpt2", "pre": "gpt-2"} | fields
@@ -398,14 +467,45 @@ def theirs() -> Any:
 
 
 TEXTS = [
-    "", " ", "  ", "\n", "\n\n\n", "\t", "a", " a", "a ", "Hello, world!", "It's we'll they'RE don't I'm",
-    "1 12 123 1234567890 3.14159 1,000,000 x1y2", "def f(x):\n    return x ** 2  # square\n\n\tif True:\n\t\tpass",
-    "   leading and trailing   ", "a  b   c    d", "naïve café Ångström", "Здравствуй, мир", "漢字とかな", "مرحبا",
-    "🙂🎉👩‍👩‍👧‍👦🏳️‍🌈", "e\u0301 vs é", "\u00a0\u2003\u200b\ufeff", "\r\n\r\n", "\0\x01\x7f",
+    "",
+    " ",
+    "  ",
+    "\n",
+    "\n\n\n",
+    "\t",
+    "a",
+    " a",
+    "a ",
+    "Hello, world!",
+    "It's we'll they'RE don't I'm",
+    "1 12 123 1234567890 3.14159 1,000,000 x1y2",
+    "def f(x):\n    return x ** 2  # square\n\n\tif True:\n\t\tpass",
+    "   leading and trailing   ",
+    "a  b   c    d",
+    "naïve café Ångström",
+    "Здравствуй, мир",
+    "漢字とかな",
+    "مرحبا",
+    "🙂🎉👩‍👩‍👧‍👦🏳️‍🌈",
+    "e\u0301 vs é",
+    "\u00a0\u2003\u200b\ufeff",
+    "\r\n\r\n",
+    "\0\x01\x7f",
     "<|im_start|>user\nHi<|im_end|>\n",
-    "a<|endoftext|>b", "<|im_start|>", "<|im_start", "|>", "<repo_name>x<file_sep>", "x" * 1000, "\ufffd",
-    "http://a.b/c?d=e&f=g#h", "{\"k\": [1, 2.5e-3, null]}", "'", "''s", "’s", "\u1680 \u2028\u2029",
-]  # fmt: skip
+    "a<|endoftext|>b",
+    "<|im_start|>",
+    "<|im_start",
+    "|>",
+    "<repo_name>x<file_sep>",
+    "x" * 1000,
+    "\ufffd",
+    "http://a.b/c?d=e&f=g#h",
+    '{"k": [1, 2.5e-3, null]}',
+    "'",
+    "''s",
+    "’s",
+    "\u1680 \u2028\u2029",
+]
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: repr(text[:20]))

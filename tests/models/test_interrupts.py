@@ -32,8 +32,16 @@ def _seeded() -> Iterator[None]:
 
 
 def new_model(positions: str = "rotary", tokenizer: Any = None) -> Decoder:
-    config = ModelConfig(layers=LAYERS, embed_dim=12, num_heads=3, vocabulary=VOCABULARY, inner=17, context=41,
-                         causal=True, positions=positions)  # fmt: skip
+    config = ModelConfig(
+        layers=LAYERS,
+        embed_dim=12,
+        num_heads=3,
+        vocabulary=VOCABULARY,
+        inner=17,
+        context=41,
+        causal=True,
+        positions=positions,
+    )
     model = Decoder(config, tokenizer).double().eval()
     for parameter in model.parameters():  # large enough that another token is seen in the logits
         nn.init.normal_(parameter)

@@ -167,8 +167,9 @@ def test_a_model_type_that_is_no_name(value, llama):
         models.load(llama)
 
 
-@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size",
-                                 "vocab_size"])  # fmt: skip
+@pytest.mark.parametrize(
+    "key", ["num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"]
+)
 @pytest.mark.parametrize("family", ["bert", "llama", "gpt_neox"])
 def test_a_size_that_the_config_does_not_say(family, key, tmp_path):
     save(tmp_path, family)
@@ -178,8 +179,18 @@ def test_a_size_that_the_config_does_not_say(family, key, tmp_path):
 
 
 @pytest.mark.parametrize("value", ["3", 3.0, [3], True, -3, 0])
-@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads",
-                                 "head_dim", "intermediate_size", "vocab_size"])  # fmt: skip
+@pytest.mark.parametrize(
+    "key",
+    [
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "vocab_size",
+    ],
+)
 def test_a_size_that_is_no_positive_integer(key, value, llama):
     change_settings(llama, **{key: value})
     with pytest.raises(
@@ -249,8 +260,9 @@ def test_an_activation_that_is_not_known(value, bert):
         models.load(bert)
 
 
-@pytest.mark.parametrize("key, value", [("position_embedding_type", "relative_key"), ("is_decoder", True),
-                                        ("add_cross_attention", True)])  # fmt: skip
+@pytest.mark.parametrize(
+    "key, value", [("position_embedding_type", "relative_key"), ("is_decoder", True), ("add_cross_attention", True)]
+)
 def test_a_bert_of_another_kind_is_refused(key, value, bert):
     change_settings(bert, **{key: value})
     with pytest.raises(
@@ -329,7 +341,7 @@ WRONG = {
     "bert types": ("bert", {"type_vocab_size": 3}, r"token_type_embeddings\.weight: .*shape \(3, 33\)"),
     "roberta context": ("roberta", {CONTEXT: 47}, r"position_embeddings\.weight: .*shape \(47, 33\)"),
     "neox inner width": ("gpt_neox", {"intermediate_size": 73}, r"dense_h_to_4h\.weight: .*shape \(73, 72\)"),
-}  # fmt: skip
+}
 
 
 def test_a_head_width_that_the_config_does_not_say_and_cannot_be_halved(llama):
@@ -373,9 +385,17 @@ def test_weights_of_another_family(bert):
 # Tensors
 
 
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight",
-                                  "model.layers.1.self_attn.k_proj.weight", "model.layers.2.self_attn.o_proj.weight",
-                                  "model.layers.1.post_attention_layernorm.weight"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        "lm_head.weight",
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.2.self_attn.o_proj.weight",
+        "model.layers.1.post_attention_layernorm.weight",
+    ],
+)
 def test_a_missing_tensor_is_named(name, llama):
     change_tensors(llama, lambda there: {key: t for key, t in there.items() if key != name})
     with pytest.raises(ValueError, match=rf"expected the tensor '[\w.]*{name}'.*received none of that name"):
@@ -401,17 +421,31 @@ def test_a_tensor_that_is_not_known_is_named(family, tmp_path):
         models.load(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight",
-                                  "model.layers.1.self_attn.o_proj.weight", "model.layers.2.mlp.down_proj.weight",
-                                  "model.norm.weight"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.1.self_attn.o_proj.weight",
+        "model.layers.2.mlp.down_proj.weight",
+        "model.norm.weight",
+    ],
+)
 def test_a_tensor_of_another_shape_is_named(name, llama):
     change_tensors(llama, lambda there: there | {name: there[name][:-1]})
     with pytest.raises(ValueError, match=name.replace(".", r"\.")):
         models.load(llama)
 
 
-@pytest.mark.parametrize("name", ["transformer.h.1.attn.c_attn.weight", "transformer.h.1.attn.c_attn.bias",
-                                  "transformer.h.1.attn.c_proj.weight", "transformer.h.1.mlp.c_fc.weight"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "transformer.h.1.attn.c_attn.weight",
+        "transformer.h.1.attn.c_attn.bias",
+        "transformer.h.1.attn.c_proj.weight",
+        "transformer.h.1.mlp.c_fc.weight",
+    ],
+)
 def test_a_packed_or_transposed_tensor_of_another_shape_is_named(name, tmp_path):
     save(tmp_path, "gpt2")
     change_tensors(tmp_path, lambda there: there | {name: there[name][..., :-1]})
@@ -820,8 +854,13 @@ def test_loading_maps_the_file_instead_of_reading_it(tmp_path):
     """
     small = tmp_path / "small"
     save(small, "llama")
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(small), str(tmp_path)], text=True,
-                          capture_output=True, check=True, env={**os.environ, "PYTHONPATH": "src"})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), str(small), str(tmp_path)],
+        text=True,
+        capture_output=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": "src"},
+    )
     grown, rows = done.stdout.split()
     assert int(rows) == 1_200_007
     assert float(grown) < 20

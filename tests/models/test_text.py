@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from regard.models import Batch, Decoder, Encoder, ModelConfig
-from regard.models.text import padded, tokenizing
+from regard.models.base import padded, tokenizing
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers, which cuts text, is not installed")
 
@@ -34,8 +34,17 @@ def of_words() -> Any:
 
 
 def new(kind: str = "decoder", **changes: Any) -> Any:
-    options = {"layers": 2, "embed_dim": 6, "num_heads": 3, "vocabulary": 11, "inner": 7, "context": 13, "kind": kind,
-               "causal": kind == "decoder", "pad": 0}  # fmt: skip
+    options = {
+        "layers": 2,
+        "embed_dim": 6,
+        "num_heads": 3,
+        "vocabulary": 11,
+        "inner": 7,
+        "context": 13,
+        "kind": kind,
+        "causal": kind == "decoder",
+        "pad": 0,
+    }
     made = Decoder if kind == "decoder" else Encoder
     return made(ModelConfig(**(options | changes)), of_words()).eval()
 
@@ -63,8 +72,11 @@ def test_empty_text_is_its_special_tokens() -> None:
     assert new().tokenize("") == ["[CLS]", "[SEP]"]
 
 
-@pytest.mark.parametrize("ids", [[1, 4, 5, 2], (1, 4, 5, 2), torch.tensor([1, 4, 5, 2]), torch.tensor([[1, 4, 5, 2]]),
-                                 iter([1, 4, 5, 2])], ids=["list", "tuple", "(N,)", "(1, N)", "iterator"])  # fmt: skip
+@pytest.mark.parametrize(
+    "ids",
+    [[1, 4, 5, 2], (1, 4, 5, 2), torch.tensor([1, 4, 5, 2]), torch.tensor([[1, 4, 5, 2]]), iter([1, 4, 5, 2])],
+    ids=["list", "tuple", "(N,)", "(1, N)", "iterator"],
+)
 def test_decode(ids: Any) -> None:
     assert new().decode(ids) == "to be"
 
@@ -106,8 +118,9 @@ def test_decode_of_several_texts_is_refused(shape: tuple[int, ...]) -> None:
         new().decode(torch.full(shape, 4))
 
 
-@pytest.mark.parametrize("ids", [torch.tensor([4.0, 5.0]), torch.tensor([True]), [4.5], ["to"], [[4, 5], [6]], [None],
-                                 4, None], ids=repr)  # fmt: skip
+@pytest.mark.parametrize(
+    "ids", [torch.tensor([4.0, 5.0]), torch.tensor([True]), [4.5], ["to"], [[4, 5], [6]], [None], 4, None], ids=repr
+)
 def test_decode_of_what_are_no_ids(ids: Any) -> None:
     with pytest.raises(TypeError, match="ids: expected"):
         new().decode(ids)
@@ -257,8 +270,11 @@ def test_padding_does_not_count_as_a_position(kind: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32], ids=str)
 @BOTH
 def test_keep_of_another_dtype(kind: str, dtype: torch.dtype) -> None:
-    with pytest.raises(TypeError, match=r"keep: expected a boolean tensor, True where there is a token, received dtype "
-                                        rf"{dtype}; remedy: attention_mask\.bool\(\)"):  # fmt: skip
+    with pytest.raises(
+        TypeError,
+        match=r"keep: expected a boolean tensor, True where there is a token, received dtype "
+        rf"{dtype}; remedy: attention_mask\.bool\(\)",
+    ):
         new(kind)(torch.ones(2, 3, dtype=torch.int64), keep=torch.ones(2, 3, dtype=dtype))
 
 

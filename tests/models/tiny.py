@@ -19,11 +19,24 @@ from torch import Tensor, nn
 LAYERS, VOCABULARY, CONTEXT = 3, 97, 43
 
 _BERT: dict[str, Any] = {
-    "num_hidden_layers": LAYERS, "hidden_size": 33, "num_attention_heads": 3, "intermediate_size": 71,
-    "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT, "type_vocab_size": 2}  # fmt: skip
+    "num_hidden_layers": LAYERS,
+    "hidden_size": 33,
+    "num_attention_heads": 3,
+    "intermediate_size": 71,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": CONTEXT,
+    "type_vocab_size": 2,
+}
 _LLAMA: dict[str, Any] = {
-    "num_hidden_layers": LAYERS, "hidden_size": 42, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 14,
-    "intermediate_size": 71, "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT}  # fmt: skip
+    "num_hidden_layers": LAYERS,
+    "hidden_size": 42,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 14,
+    "intermediate_size": 71,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": CONTEXT,
+}
 
 # The smallest that says everything: `SIZES[family] | {...}` are the arguments of its configuration.
 SIZES: dict[str, dict[str, Any]] = {
@@ -31,17 +44,35 @@ SIZES: dict[str, dict[str, Any]] = {
     "roberta": _BERT | {"max_position_embeddings": CONTEXT + 2, "pad_token_id": 1, "type_vocab_size": 1},
     "xlm-roberta": _BERT | {"max_position_embeddings": CONTEXT + 2, "pad_token_id": 1, "type_vocab_size": 1},
     "camembert": _BERT | {"max_position_embeddings": CONTEXT + 2, "pad_token_id": 1, "type_vocab_size": 1},
-    "distilbert": {"n_layers": LAYERS, "dim": 33, "n_heads": 3, "hidden_dim": 71, "vocab_size": VOCABULARY,
-                   "max_position_embeddings": CONTEXT},
-    "gpt2": {"n_layer": LAYERS, "n_embd": 33, "n_head": 3, "n_inner": 71, "vocab_size": VOCABULARY,
-             "n_positions": CONTEXT},
-    "gpt_neox": {"num_hidden_layers": LAYERS, "hidden_size": 72, "num_attention_heads": 3, "intermediate_size": 61,
-                 "vocab_size": VOCABULARY, "max_position_embeddings": CONTEXT},
+    "distilbert": {
+        "n_layers": LAYERS,
+        "dim": 33,
+        "n_heads": 3,
+        "hidden_dim": 71,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": CONTEXT,
+    },
+    "gpt2": {
+        "n_layer": LAYERS,
+        "n_embd": 33,
+        "n_head": 3,
+        "n_inner": 71,
+        "vocab_size": VOCABULARY,
+        "n_positions": CONTEXT,
+    },
+    "gpt_neox": {
+        "num_hidden_layers": LAYERS,
+        "hidden_size": 72,
+        "num_attention_heads": 3,
+        "intermediate_size": 61,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": CONTEXT,
+    },
     "llama": _LLAMA,
     "mistral": _LLAMA | {"sliding_window": None},
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
-}  # fmt: skip
+}
 ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert")
 DECODERS = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
 
@@ -124,5 +155,8 @@ def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str,
     """Write other weights; `change` may change its argument or return another."""
     there = tensors(folder)
     changed = change(there)
-    save_file({name: t.contiguous() for name, t in (there if changed is None else changed).items()},
-              folder / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    save_file(
+        {name: t.contiguous() for name, t in (there if changed is None else changed).items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from regard.positions import rotary as module
-from regard.positions.rotary import DynamicNTK, Linear, Llama3, LongRoPE, Rotary, Scaling, YaRN, rotate
+from regard.positions.rotary import DynamicNTK, LinearScaling, Llama3, LongRoPE, Rotary, Scaling, YaRN, rotate
 
 B, H, N, D = 2, 3, 5, 14
 TRAINED = 64  # of the scalings below
 SHORT, LONG = tuple(1 + 0.1 * i for i in range(7)), tuple(1.5 + 0.7 * i for i in range(7))
 SCALINGS = {
     "none": None,
-    "linear": Linear(3.0),
+    "linear": LinearScaling(3.0),
     "ntk": DynamicNTK(3.0, TRAINED),
     "yarn": YaRN(3.0, TRAINED),
     "longrope": LongRoPE(SHORT, LONG, TRAINED, factor=3.0),
@@ -189,8 +189,8 @@ def test_no_tokens(scaling):
 HEAD, BASE, LIMIT = 48, 5000.0, 128
 FACTORS = [1.0 + 0.05 * i for i in range(HEAD // 2)], [1.3 + 0.9 * i for i in range(HEAD // 2)]
 PUBLISHED = {
-    "linear": (Linear(3.0), {"rope_type": "linear", "factor": 3.0}),
-    "linear-below-1": (Linear(0.7), {"rope_type": "linear", "factor": 0.7}),
+    "linear": (LinearScaling(3.0), {"rope_type": "linear", "factor": 3.0}),
+    "linear-below-1": (LinearScaling(0.7), {"rope_type": "linear", "factor": 0.7}),
     "ntk": (DynamicNTK(2.7, LIMIT), {"rope_type": "dynamic", "factor": 2.7}),
     "ntk-1": (DynamicNTK(1.0, LIMIT), {"rope_type": "dynamic", "factor": 1.0}),
     "yarn": (YaRN(7.0, LIMIT), {"rope_type": "yarn", "factor": 7.0}),
@@ -212,13 +212,7 @@ PUBLISHED = {
     "yarn-step": (
         # Both ends of the ramp lie before the first pair.
         YaRN(3.0, 2, beta_fast=32, beta_slow=30),
-        {
-            "rope_type": "yarn",
-            "factor": 3.0,
-            "beta_fast": 32,
-            "beta_slow": 30,
-            "original_max_position_embeddings": 2,
-        },
+        {"rope_type": "yarn", "factor": 3.0, "beta_fast": 32, "beta_slow": 30, "original_max_position_embeddings": 2},
     ),
     "yarn-long": (
         # The ramp ends beyond the last pair.
@@ -299,9 +293,7 @@ def test_frequencies_of_a_part_are_those_of_transformers(scaling, parameters, wi
 
 @pytest.mark.parametrize("start", [0, 90, 125, 300])
 @pytest.mark.parametrize(
-    "scaling, parameters",
-    [(None, {"rope_type": "default"}), *PUBLISHED.values()],
-    ids=["none", *PUBLISHED],
+    "scaling, parameters", [(None, {"rope_type": "default"}), *PUBLISHED.values()], ids=["none", *PUBLISHED]
 )
 def test_rotation_is_that_of_transformers(scaling, parameters, start):
     config = transformers_config(parameters)
@@ -372,8 +364,8 @@ def test_changed_attributes_change_the_result():
     rotary.base = 500.0
     assert torch.equal(rotary(x, 3), Rotary(D, base=500.0)(x, 3))
     assert torch.equal(rotary(x, torch.arange(N)), Rotary(D, base=500.0)(x, torch.arange(N)))
-    rotary.scaling = Linear(2.0)
-    assert torch.equal(rotary(x, 3), Rotary(D, base=500.0, scaling=Linear(2.0))(x, 3))
+    rotary.scaling = LinearScaling(2.0)
+    assert torch.equal(rotary(x, 3), Rotary(D, base=500.0, scaling=LinearScaling(2.0))(x, 3))
 
 
 def test_the_table_doubles_and_ends():
@@ -504,8 +496,7 @@ def fresh_compiler():
 
 
 @pytest.mark.parametrize(
-    "scaling, dynamic",
-    [*((scaling, None) for scaling in SCALINGS.values()), (SCALINGS["llama3"], True)],
+    "scaling, dynamic", [*((scaling, None) for scaling in SCALINGS.values()), (SCALINGS["llama3"], True)]
 )
 @pytest.mark.slow
 def test_compiles_as_one_graph(fresh_compiler, scaling, dynamic):
@@ -550,10 +541,7 @@ def test_exports_for_any_number_of_tokens(scaling, strict):
 def test_exports_with_positions_as_an_input(scaling):
     rotary = Rotary(D, scaling=scaling)
     program = torch.export.export(rotary, (random(B, H, N, D), torch.arange(N)))
-    for start in (
-        0,
-        100,
-    ):  # on both sides of the trained length: nothing of the example's positions is baked in
+    for start in (0, 100):  # on both sides of the trained length: nothing of the example's positions is baked in
         x, positions = random(B, H, N, D), torch.arange(start, start + N)
         torch.testing.assert_close(program.module()(x, positions), rotary(x, positions))
 
@@ -620,7 +608,7 @@ def test_the_default_dtype_has_no_say(default):
 
 def test_repr():
     assert repr(Rotary(64)) == "Rotary(64, base=10000)"
-    assert repr(Rotary(64, base=5e5, width=32, interleaved=True, scaling=Linear(4.0))) == (
+    assert repr(Rotary(64, base=5e5, width=32, interleaved=True, scaling=LinearScaling(4.0))) == (
         "Rotary(64, base=500000, width=32, interleaved=True, scaling=Linear(factor=4.0))"
     )
 
@@ -634,25 +622,16 @@ def test_repr():
         (lambda: Rotary(8, width=10), r"width: expected at most head_dim = 8, received 10"),
         (lambda: Rotary(8, base=1.0), r"base: expected a number above 1, received 1\.0"),
         (lambda: Rotary(8, base=math.nan), r"base: expected a number above 1, received nan"),
-        (
-            lambda: Linear(0.0),
-            r"Linear\.factor: expected a positive number, received 0\.0; remedy: factor is",
-        ),
+        (lambda: LinearScaling(0.0), r"Linear\.factor: expected a positive number, received 0\.0; remedy: factor is"),
         (lambda: DynamicNTK(-2.0, 64), r"DynamicNTK\.factor: expected a positive number, received -2\.0"),
         (lambda: DynamicNTK(2.0, 0), r"DynamicNTK\.trained_length: expected a positive number, received 0"),
         (lambda: YaRN(0, 64), r"YaRN\.factor: expected a positive number, received 0"),
-        (
-            lambda: YaRN(2.0, 64, beta_fast=1, beta_slow=32),
-            r"beta_fast: expected more turns than beta_slow = 32",
-        ),
+        (lambda: YaRN(2.0, 64, beta_fast=1, beta_slow=32), r"beta_fast: expected more turns than beta_slow = 32"),
         (lambda: Llama3(-1, 1, 4, 64), r"Llama3\.factor: expected a positive number, received -1"),
         (lambda: Llama3(8, 4, 1, 64), r"high_frequency_factor: expected more than low_frequency_factor = 4"),
         (lambda: LongRoPE([1.0, 0.0], [1.0, 2.0], 64, factor=2), r"short: expected R/2 positive factors"),
         (lambda: LongRoPE([1.0], [], 64, factor=2), r"long: expected R/2 positive factors"),
-        (
-            lambda: LongRoPE([1.0], [1.0], 64),
-            r"factor: expected factor or attention_factor, received neither",
-        ),
+        (lambda: LongRoPE([1.0], [1.0], 64), r"factor: expected factor or attention_factor, received neither"),
         (
             lambda: Rotary(8, scaling=LongRoPE([1.0] * 4, [2.0] * 5, 64, factor=2)),
             r"scaling\.long: expected 4 factors, one per pair of 8 rotated widths, received 5",
@@ -678,11 +657,7 @@ def test_refuses_what_is_no_scaling():
     [
         ((B, H, N, D + 1), 0, r"x: expected \(B, H, N, D\) with D = head_dim = 14, received \(2, 3, 5, 15\)"),
         ((B, N, D), 0, r"x: expected .*received \(2, 5, 14\); remedy: .*splits \(B, N, W\) into heads"),
-        (
-            (B, H, N, D),
-            torch.arange(N + 1),
-            r"positions: expected .*N = 5, B = 2, or an int, received \(6,\)",
-        ),
+        ((B, H, N, D), torch.arange(N + 1), r"positions: expected .*N = 5, B = 2, or an int, received \(6,\)"),
         ((B, H, N, D), torch.zeros(3, N).long(), r"positions: expected .*received \(3, 5\)"),
         ((B, H, N, D), torch.zeros(B, H, N).long(), r"positions: expected .*received \(2, 3, 5\)"),
         ((B, H, N, D), torch.tensor(3), r"positions: expected .*received \(\); remedy: .*as an int"),
@@ -696,17 +671,11 @@ def test_refuses_shapes(shape, positions, words):
 @pytest.mark.parametrize(
     "positions, words",
     [
-        (
-            torch.arange(N).float(),
-            r"positions: expected integers, received torch\.float32; remedy: .*long\(\)",
-        ),
+        (torch.arange(N).float(), r"positions: expected integers, received torch\.float32; remedy: .*long\(\)"),
         (torch.ones(N, dtype=torch.bool), r"positions: expected integers, received torch\.bool"),
         (3.0, r"positions: expected an int or an integer tensor, received float"),
         (True, r"positions: expected an int or an integer tensor, received bool"),
-        (
-            [0, 1, 2, 3, 4],
-            r"positions: expected an int or an integer tensor, received list; remedy: .*torch\.tensor",
-        ),
+        ([0, 1, 2, 3, 4], r"positions: expected an int or an integer tensor, received list; remedy: .*torch\.tensor"),
     ],
 )
 def test_refuses_positions_that_are_no_integers(positions, words):
@@ -722,19 +691,9 @@ def test_angles_refuses_floats():
 @pytest.mark.parametrize(
     "x, cos, sin, words",
     [
-        (
-            (N, D),
-            (N, 7),
-            (N, 7),
-            r"x: expected floating point \(B, H, N, D\), received torch\.float32 \(5, 14\)",
-        ),
+        ((N, D), (N, 7), (N, 7), r"x: expected floating point \(B, H, N, D\), received torch\.float32 \(5, 14\)"),
         ((B, H, N, D), (N, 7), (N, 6), r"cos and sin: expected both .*received \(5, 7\) and \(5, 6\)"),
-        (
-            (B, H, N, D),
-            (N + 1, 7),
-            (N + 1, 7),
-            r"cos and sin: expected both .*N = 5, B = 2, received \(6, 7\)",
-        ),
+        ((B, H, N, D), (N + 1, 7), (N + 1, 7), r"cos and sin: expected both .*N = 5, B = 2, received \(6, 7\)"),
         ((B, H, N, D), (3, N, 7), (3, N, 7), r"cos and sin: expected both .*received \(3, 5, 7\)"),
         ((B, H, N, D), (N, 14), (N, 14), r"at most 7 columns, .*received 14 columns; remedy: .*not repeated"),
     ],

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from regard.heads.corpus import as_text, looks_special
+from regard.heads.analysis.token_classes import as_text, looks_special
 
 __all__ = ["Labels"]
 

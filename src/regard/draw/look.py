@@ -16,20 +16,28 @@ from torch import Tensor, nn
 
 from regard.draw.figure import figure as draw_figure
 from regard.draw.page import page
-from regard.draw.terminal import terminal
+from regard.draw.terminal.views import terminal
 from regard.errors import bad_type, bad_value, printable, shape_of
 from regard.heads import Record, watch
-from regard.heads.corpus import evaluating, run
+from regard.heads.analysis.token_classes import evaluating, run
 from regard.measures import MeasureLike
 from regard.models import Decoder, Encoder
+from regard.models.base import Batch, TextModel, padded, tokenizing
 from regard.models.generation import Rules, tokens
-from regard.models.text import Batch, TextModel, padded, tokenizing
 
 __all__ = ["look", "read"]
 
 # What tokenizers add to the ids, whether a model takes it or not
-ADDED = ("attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length",
-         "overflow_to_sample_mapping", "num_truncated_tokens", "overflowing_tokens")  # fmt: skip
+ADDED = (
+    "attention_mask",
+    "token_type_ids",
+    "special_tokens_mask",
+    "offset_mapping",
+    "length",
+    "overflow_to_sample_mapping",
+    "num_truncated_tokens",
+    "overflowing_tokens",
+)
 
 
 def look(
@@ -109,8 +117,12 @@ def read(
         tokenizer, text = None, tokenizer  # look(model, text)
     if text is None or _is_tokenizer(text):
         received = "None" if text is None else f"a {type(text).__name__}"
-        raise bad_type("text", expected="a text, or what the model is called on", received=received,
-                       remedy="look(model, tokenizer, text)")  # fmt: skip
+        raise bad_type(
+            "text",
+            expected="a text, or what the model is called on",
+            received=received,
+            remedy="look(model, tokenizer, text)",
+        )
     if tokenizer is None and isinstance(model, TextModel):
         tokenizer = model.tokenizer
     with evaluating(model), torch.no_grad():
@@ -152,9 +164,14 @@ class Source:
     def rows(self) -> Iterator[dict[str, Any]]:
         """Each text alone, (1, n), without padding."""
         for i, real in enumerate(self.real()):
-            yield {name: x[i : i + 1, real] if self.of_each_token(name) else
-                   x[i : i + 1] if isinstance(x, Tensor) and x.shape[:1] == self.ids.shape[:1] else x
-                   for name, x in self.encoded.items()}  # fmt: skip
+            yield {
+                name: x[i : i + 1, real]
+                if self.of_each_token(name)
+                else x[i : i + 1]
+                if isinstance(x, Tensor) and x.shape[:1] == self.ids.shape[:1]
+                else x
+                for name, x in self.encoded.items()
+            }
 
     def to(self, device: torch.device) -> Source:
         """The same on a device."""
@@ -275,8 +292,12 @@ def _written_after(model: Any, tokenizer: Any, source: Source, count: int, told:
     """The ids that a model writes after each text, the likeliest each time; of an encoder and decoder all that the
     decoder reads. Text after text: padding would move positions, and a model reads none."""
     if tokenizer is None:
-        raise bad_type("tokenizer", expected="the model's tokenizer, to generate a text", received="None",
-                       remedy="look(model, tokenizer, text)")  # fmt: skip
+        raise bad_type(
+            "tokenizer",
+            expected="the model's tokenizer, to generate a text",
+            received="None",
+            remedy="look(model, tokenizer, text)",
+        )
     found = []
     with told.forwards(count * len(source.ids)):
         for row in source.rows():
@@ -304,8 +325,12 @@ def _inputs(model: nn.Module, source: Source) -> Any:
             named["keep"] = named["keep"].bool()
         return named
     if not source.real().all() and not _takes(model, "attention_mask"):
-        raise bad_value("text", expected="texts of one length, for this model takes no attention_mask",
-                        received=f"lengths {source.real().sum(1).tolist()}", remedy="one text at a time")  # fmt: skip
+        raise bad_value(
+            "text",
+            expected="texts of one length, for this model takes no attention_mask",
+            received=f"lengths {source.real().sum(1).tolist()}",
+            remedy="one text at a time",
+        )
     named = {name: x for name, x in encoded.items() if name not in ADDED or _takes(model, name)}
     return named if _takes(model, "input_ids") else encoded["input_ids"]
 
@@ -356,8 +381,12 @@ def _as_batch(values: Any, pad: int) -> tuple[Tensor, Tensor]:
 def _of_ids(ids: Any, pad: int, others: dict[str, Any]) -> Source:
     """Token ids, with what is given beside them."""
     if not _is_ids(ids):
-        raise bad_type("input_ids", expected="token ids: integers (N,) or (B, N)", received=f"{ids!r:.60}",
-                       remedy='tokenizer(text, return_tensors="pt")')  # fmt: skip
+        raise bad_type(
+            "input_ids",
+            expected="token ids: integers (N,) or (B, N)",
+            received=f"{ids!r:.60}",
+            remedy='tokenizer(text, return_tensors="pt")',
+        )
     found, real = _as_batch(ids, pad)
     mask = {} if real.all() or "attention_mask" in others else {"attention_mask": real.long()}
     return Source({"input_ids": found, **mask, **others}, several=len(found) > 1)
@@ -369,8 +398,12 @@ def _check_texts(model: nn.Module, tokenizer: Any, texts: Sequence[Any]) -> None
     if tokenizer is None:
         name = getattr(getattr(model, "config", None), "_name_or_path", "")
         own = f"AutoTokenizer.from_pretrained({name!r})" if name else "tokenizer"
-        raise bad_type("tokenizer", expected="the model's tokenizer, for a text was given", received="None",
-                       remedy=f"look(model, {own}, text)")  # fmt: skip
+        raise bad_type(
+            "tokenizer",
+            expected="the model's tokenizer, for a text was given",
+            received="None",
+            remedy=f"look(model, {own}, text)",
+        )
     for one in texts:
         parts = [one] if isinstance(one, str) else one
         if not any(part.strip() for part in parts):
@@ -406,18 +439,29 @@ def _padded(rows: list[dict[str, Tensor]], pad: int, several: bool) -> Source:
         rows = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
         names.append("attention_mask")
     fill = torch.nn.functional.pad
-    return Source({
-        name: torch.cat([fill(row[name], (0, longest - row[name].shape[1]), value=pad if name == "input_ids" else 0)
-                         for row in rows])
-        for name in names
-    }, several)  # fmt: skip
+    return Source(
+        {
+            name: torch.cat(
+                [
+                    fill(row[name], (0, longest - row[name].shape[1]), value=pad if name == "input_ids" else 0)
+                    for row in rows
+                ]
+            )
+            for name in names
+        },
+        several,
+    )
 
 
 def _pad_id(model: Any, tokenizer: Any) -> int:
     """What padding is filled up with: it is hidden, but some models count positions by it."""
     config = getattr(model, "config", None)
-    known = (getattr(tokenizer, "pad_token_id", None), getattr(config, "pad_token_id", None),
-             getattr(config, "pad", None), getattr(tokenizer, "eos_token_id", None))  # fmt: skip
+    known = (
+        getattr(tokenizer, "pad_token_id", None),
+        getattr(config, "pad_token_id", None),
+        getattr(config, "pad", None),
+        getattr(tokenizer, "eos_token_id", None),
+    )
     return next((x for x in known if isinstance(x, int)), 0)
 
 
@@ -456,8 +500,12 @@ def _translates(model: Any) -> bool:
 def _written(model: Any, tokenizer: Any, row: dict[str, Tensor], count: int) -> Tensor:
     """Token ids (1, n) of a text and what a model of transformers writes after it, the likeliest each time."""
     if not hasattr(model, "generate"):
-        raise bad_value("generate", expected="a model that can generate", received=type(model).__name__,
-                        remedy="its class with a language-model head, or generate=0")  # fmt: skip
+        raise bad_value(
+            "generate",
+            expected="a model that can generate",
+            received=type(model).__name__,
+            remedy="its class with a language-model head, or generate=0",
+        )
     inputs = {name: x for name, x in row.items() if _takes(model, name) and not name.startswith("decoder_")}
     pad = _pad_id(model, tokenizer)
     return model.generate(**inputs, max_new_tokens=count, do_sample=False, num_beams=1, pad_token_id=pad)
@@ -489,8 +537,12 @@ def _check_length(model: Any, tokenizer: Any, length: int) -> None:
         return
     limit = min(said, getattr(tokenizer, "model_max_length", said))
     if length > limit:
-        raise bad_value("text", expected=f"at most {limit} tokens, what is generated included", received=str(length),
-                        remedy="a shorter text")  # fmt: skip
+        raise bad_value(
+            "text",
+            expected=f"at most {limit} tokens, what is generated included",
+            received=str(length),
+            remedy="a shorter text",
+        )
 
 
 class _Progress:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from regard.draw.labels import Labels
 from regard.errors import bad_type, bad_value
-from regard.heads import ROLES, Layer, Record, Role
-from regard.heads.roles import first_of_target, roles, tokens_of
-from regard.heads.table import scalars
-from regard.heads.texts import remeasured
+from regard.heads import ROLES, LayerRecord, Record, Role
+from regard.heads.analysis.roles import first_of_target, roles, tokens_of
+from regard.heads.record.sequences import remeasured
+from regard.heads.record.table import scalars
 from regard.measures import Heatmap, Links
 
 __all__ = ["Panel", "Scene", "sizes"]
@@ -36,7 +36,7 @@ class Panel:
     of the text: `rows` and `cols` are the layer's queries and keys that are."""
 
     number: int
-    layer: Layer
+    layer: LayerRecord
     item: int  # of the batch
     rows: range
     cols: range
@@ -113,8 +113,12 @@ class Panel:
             counts = _fewer(sizes(n, heat.shape[1]), rows, 0)
             heat = _fewer(_fewer(heat, rows, 1), cols, 2)
         else:
-            raise bad_value("record", expected="one that kept q and k, or measured heatmaps", received=repr(self.layer),
-                            remedy='watch(model, keep="qk")')  # fmt: skip
+            raise bad_value(
+                "record",
+                expected="one that kept q and k, or measured heatmaps",
+                received=repr(self.layer),
+                remedy='watch(model, keep="qk")',
+            )
         return (heat / counts.to(heat)[:, None]).float().cpu()
 
 
@@ -157,8 +161,12 @@ class Scene:
         if not isinstance(record, Record):
             raise bad_type("record", expected="what `regard.watch` gives", received=type(record).__name__)
         if not len(record):
-            raise bad_value("record", expected="at least one layer", received="an empty one",
-                            remedy="run the model inside the watch")  # fmt: skip
+            raise bad_value(
+                "record",
+                expected="at least one layer",
+                received="an empty one",
+                remedy="run the model inside the watch",
+            )
         self.record = record
         given = record.tokens if tokens is None else tokens
         self.panels: list[Panel] = []
@@ -235,7 +243,7 @@ def _tokens(padding: Tensor | None, item: int, count: int) -> range:
 
 
 def _named(
-    layer: Layer,
+    layer: LayerRecord,
     own: list[Any] | None,
     others: list[Any] | None,
     rows: range,
@@ -273,12 +281,15 @@ def _labels(words: list[Any] | None, count: int, special: Sequence[str], what: s
     # Padding of shorter texts in a batch; a key or two that nn.MultiheadAttention may add (add_bias_kv, add_zero_attn).
     if len(labels) < count and (padded or (what.startswith("keys") and count - len(labels) <= 2)):
         return labels.padded(count)
-    raise bad_value("tokens", expected=f"{count}, for the {what}", received=f"{len(labels)}",
-                    remedy="those that the model was given; for an encoder and a decoder a pair (source, target)"
-                    )  # fmt: skip
+    raise bad_value(
+        "tokens",
+        expected=f"{count}, for the {what}",
+        received=f"{len(labels)}",
+        remedy="those that the model was given; for an encoder and a decoder a pair (source, target)",
+    )
 
 
-def _roles(layer: Layer, tokens: list[list[str]] | None) -> list[Role]:
+def _roles(layer: LayerRecord, tokens: list[list[str]] | None) -> list[Role]:
     """The roles of one layer's heads, as `record.roles()` has them; none where nothing was measured that tells of
     roles. `tokens`: those of each text of the batch."""
     if (

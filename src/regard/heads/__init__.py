@@ -1,24 +1,27 @@
 """Heads: look at them while any model runs (`watch`), and act on them (`ablate`, `importance`, `prune`)."""
 
-from regard.heads import probes
-from regard.heads.ablate import ablate
-from regard.heads.attribution import Attribution, attribution
-from regard.heads.corpus import token_kinds, watch_all
-from regard.heads.effect import effect, effects, loss_of
-from regard.heads.importance import Importance, importance, leave_one_out
-from regard.heads.prune import prune
-from regard.heads.pruned import load_pruned, save_pruned
-from regard.heads.record import Layer, Record
-from regard.heads.roles import ROLES, Role, Roles
-from regard.heads.syntax import Syntax, syntax
-from regard.heads.table import Table
+from regard.heads.analysis import probes
+from regard.heads.analysis.roles import ROLES, Role, Roles
+from regard.heads.analysis.syntax import Syntax, syntax
+from regard.heads.analysis.text_loss import effect, effects, loss_of
+from regard.heads.analysis.token_classes import token_kinds, watch_all
+from regard.heads.interventions.ablate import ablate
+from regard.heads.interventions.attribution import Attribution, attribution
+from regard.heads.interventions.importance import Importance, importance, leave_one_out
+from regard.heads.interventions.prune import prune
+from regard.heads.interventions.prune_io import load_pruned, save_pruned
+from regard.heads.record.record import LayerRecord, Record
+from regard.heads.record.table import Table
 from regard.heads.watch import watch
+
+Layer = LayerRecord  # its name up to 0.1
 
 __all__ = [
     "ROLES",
     "Attribution",
     "Importance",
     "Layer",
+    "LayerRecord",
     "Record",
     "Role",
     "Roles",

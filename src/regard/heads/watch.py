@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value
-from regard.heads.attention import Attention, evened
-from regard.heads.places import Places, trimmed
-from regard.heads.record import Layer, Record
-from regard.heads.senses import Senses
-from regard.heads.texts import Piece, Text, measured, padding, runs
+from regard.heads.capture.cache_tracking import SequenceTracker, trimmed
+from regard.heads.capture.capture import AttentionCapture
+from regard.heads.capture.observed import ObservedCall, evened
+from regard.heads.record.record import LayerRecord, Record
+from regard.heads.record.sequences import Chunk, SequenceRecord, measured, padding, runs
 from regard.masks import Mask
 from regard.measures import MeasureLike, as_measures
-from regard.measures.survey import DEFAULT
+from regard.measures.run import DEFAULT
 
 __all__ = ["watch"]
 
 
-class watch(Senses):
+class watch(AttentionCapture):
     """Watch every attention that a model computes within a `with` block.
 
     Args:
@@ -80,13 +80,17 @@ class watch(Senses):
         self.record = Record()
         self.record.unseen = self.unseen  # one and the same
         self.refused: set[str] = set()  # layers that were seen and not wanted
-        self.places = Places()
+        self.places = SequenceTracker()
         self.inside = False
 
     def __enter__(self) -> Record:
         if self.inside:
-            raise bad_value("watch", expected="one block", received="the same watch entered twice",
-                            remedy="a new watch(model) for each block")  # fmt: skip
+            raise bad_value(
+                "watch",
+                expected="one block",
+                received="the same watch entered twice",
+                remedy="a new watch(model) for each block",
+            )
         self.inside = True
         super().__enter__()
         return self.record
@@ -98,7 +102,7 @@ class watch(Senses):
         if error is None and not self.record.by_name:
             raise self._saw_nothing()
 
-    def see(self, attention: Attention) -> None:
+    def see(self, attention: ObservedCall) -> None:
         """Measure one attention, as the next piece of a text or as a new one."""
         attention = trimmed(attention)
         attention.padding = padding(attention)
@@ -109,11 +113,11 @@ class watch(Senses):
         layer = self.record.by_name.get(name)
         self._save(name, layer)
         if layer is None:
-            layer = self.record.by_name[name] = Layer(name, attention.kind, self.measures)
+            layer = self.record.by_name[name] = LayerRecord(name, attention.kind, self.measures)
         _, _, n, m = attention.shape
         text, ids = layer.text, attention.ids
         if text is None or not goes_on:
-            text = Text(attention.shape[:2])
+            text = SequenceRecord(attention.shape[:2])
             text.ids = ids if attention.kind == "self" and n == m else None
         elif attention.kind == "self" and text.ids is not None:
             known = ids is not None and ids.shape[0] == text.ids.shape[0]
@@ -124,10 +128,10 @@ class watch(Senses):
             numbers = torch.arange(total - m, total, device=attention.device)
         text.place_padding(attention, attention.padding)
         found = measured(attention, self.measures, text, numbers)
-        piece = Piece(n, runs(numbers), found, attention.padding, projection=attention.projection)
+        piece = Chunk(n, runs(numbers), found, attention.padding, projection=attention.projection)
         self._remember(text, piece, attention, goes_on)
         if layer.uniform is None:
-            layer.uniform = Layer(name, attention.kind, self.baselines)
+            layer.uniform = LayerRecord(name, attention.kind, self.baselines)
         self._baseline(layer.uniform, attention, text, numbers, goes_on, again)
         _add(layer, text, piece, goes_on, again)
 
@@ -136,7 +140,13 @@ class watch(Senses):
             super().not_seen(name, reason)
 
     def _baseline(
-        self, uniform: Layer, attention: Attention, text: Text, numbers: Tensor, goes_on: bool, again: bool
+        self,
+        uniform: LayerRecord,
+        attention: ObservedCall,
+        text: SequenceRecord,
+        numbers: Tensor,
+        goes_on: bool,
+        again: bool,
     ) -> None:
         """What equal weights on all visible keys would give. Layers that have a mask in common share it."""
         ids = None if attention.ids is None else attention.ids.data_ptr()
@@ -149,12 +159,12 @@ class watch(Senses):
             self.known[key] = equal, attention  # (which keeps the mask alive, so that its place in memory is its own)
         own = uniform.text if goes_on else None
         if own is None:
-            own = Text((text.shape[0], 1))
+            own = SequenceRecord((text.shape[0], 1))
         own.total, own.key_padding = text.total, text.key_padding
-        piece = Piece(attention.shape[2], runs(numbers), self.known[key][0], attention.padding)
+        piece = Chunk(attention.shape[2], runs(numbers), self.known[key][0], attention.padding)
         _add(uniform, own, piece, goes_on, again)
 
-    def _save(self, name: str, layer: Layer | None) -> None:
+    def _save(self, name: str, layer: LayerRecord | None) -> None:
         """Remember how a layer was before this outermost call, in case that it raises."""
         if self.saved_of != self.frames.forwards:
             self.saved_of, self.saved = self.frames.forwards, {}
@@ -172,7 +182,7 @@ class watch(Senses):
             else:
                 self.record.by_name[name].restore(before)
 
-    def _remember(self, text: Text, piece: Piece, attention: Attention, goes_on: bool) -> None:
+    def _remember(self, text: SequenceRecord, piece: Chunk, attention: ObservedCall, goes_on: bool) -> None:
         """q, k and the output, if they are to be kept."""
         call, (_, _, n, m) = attention.call, attention.shape
         keeps = self.keep is not None or any("map" in one.gives.values() for one in self.measures)
@@ -222,7 +232,7 @@ class watch(Senses):
         return ValueError(f"watch: expected attention inside the block, saw none: {why}")
 
 
-def _add(layer: Layer, text: Text, piece: Piece, goes_on: bool, again: bool) -> None:
+def _add(layer: LayerRecord, text: SequenceRecord, piece: Chunk, goes_on: bool, again: bool) -> None:
     """One more piece of a layer's text, or the first of another."""
     text.add(piece, layer.axes)
     if goes_on and layer.text is text:

@@ -6,18 +6,14 @@ To add a kernel: one file with `name`, `why_not`, `worth`, `forward`, `output` (
 from __future__ import annotations
 
 from regard.errors import bad_value
-from regard.kernels import blockwise, fused, library, native, reference
+from regard.kernels import blockwise, fused, native, reference
+from regard.kernels import native_library as library
 from regard.kernels.call import Call, Kernel
 
 __all__ = ["KERNELS", "Call", "Kernel", "available", "choose", "explain"]
 
 # In the order in which "auto" asks: the fastest first, the one that serves everything last.
-KERNELS: tuple[Kernel, ...] = (
-    native,
-    fused,
-    blockwise,
-    reference,
-)
+KERNELS: tuple[Kernel, ...] = (native, fused, blockwise, reference)
 
 
 def available() -> list[str]:

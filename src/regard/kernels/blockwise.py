@@ -27,10 +27,10 @@ from regard.kernels import operators
 from regard.kernels.call import Call
 from regard.kernels.reference import weigh_visible
 from regard.kernels.tracing import traced
-from regard.measures import Strip, Survey
+from regard.measures import MeasureRun, Strip
 from regard.positions import Bias, DenseBias
 
-__all__ = ["backward", "forward", "look", "name", "output", "why_not"]
+__all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not"]
 
 name = "blockwise"
 
@@ -70,13 +70,13 @@ def output(call: Call) -> Tensor:
     return run(call)[0]
 
 
-def look(call: Call, survey: Survey, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
+def forward_measured(call: Call, survey: MeasureRun, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
     """The same while every strip's weights are shown to some measures, in one pass; without gradient."""
     out, lse = _forward(call, 0, 0, survey, output)
     return (out if output else None), lse
 
 
-def replay(call: Call, lse: Tensor, survey: Survey) -> None:
+def replay(call: Call, lse: Tensor, survey: MeasureRun) -> None:
     """Show the weights exp(score - lse) to some measures, where the log-sum-exp is known already."""
     for chunk in _chunks(call, 0, 0, together=survey.wants_all_heads):
         for strip in chunk.strips:
@@ -195,7 +195,7 @@ class _Chunk:
     def shown(
         self,
         strip: _Strip,
-        survey: Survey,
+        survey: MeasureRun,
         p: Tensor,
         mass: Tensor,
         logs: Tensor | None = None,
@@ -236,7 +236,7 @@ class _Chunk:
 
 
 def _forward(
-    call: Call, height: int, width: int, survey: Survey | None = None, output: bool = True
+    call: Call, height: int, width: int, survey: MeasureRun | None = None, output: bool = True
 ) -> tuple[Tensor, Tensor]:
     out, lse = operators.new_output(call.q, call.v if output else call.v[..., :0])
     lowest = torch.finfo(call.dtype).min

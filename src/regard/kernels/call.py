@@ -9,7 +9,7 @@ A kernel is a module (or object) with
                                           the gradients of `call.learned()` that are wanted, where out and lse are those
                                           of more keys than the call has: they were merged (`regard.parallel`)
     output(call) -> out                   the same without lse, where that is cheaper
-    look(call, survey) -> (out, lse)      the same while the weights are shown to measures; without gradient
+    forward_measured(call, run) -> (out, lse)      the same while the weights are shown to measures; without gradient
     worth(call) -> bool                   whether "auto" should take it rather than ask the next one
 
 `forward` and `output` are differentiable in q, k, v, the biases' weights and the sinks. All kernels give the answer of
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from regard.kernels.dropout import Dropout
 from regard.masks import Grid, Mask, Tile
-from regard.measures import Survey
+from regard.measures import MeasureRun
 from regard.positions import Bias
 
 __all__ = ["Call", "Kernel", "accumulation_dtype"]
@@ -149,4 +149,6 @@ class Kernel(Protocol):
 
     def output(self, call: Call) -> Tensor: ...
 
-    def look(self, call: Call, survey: Survey, *, output: bool = True) -> tuple[Tensor | None, Tensor]: ...
+    def forward_measured(
+        self, call: Call, survey: MeasureRun, *, output: bool = True
+    ) -> tuple[Tensor | None, Tensor]: ...

@@ -16,10 +16,10 @@ from regard.kernels.call import Call
 from regard.kernels.operators import first_derivatives_only
 from regard.kernels.tracing import in_torch_func, traced
 from regard.masks import Causal, Mask, conjuncts
-from regard.measures import Survey
+from regard.measures import MeasureRun
 from regard.positions import DenseBias
 
-__all__ = ["backward", "forward", "look", "name", "output", "why_not"]
+__all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not"]
 
 name = "fused"
 
@@ -133,7 +133,7 @@ def backward(call: Call, out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[b
     return blockwise.backward(call, out, lse, d_out, wanted)
 
 
-def look(call: Call, survey: Survey, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
+def forward_measured(call: Call, survey: MeasureRun, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
     """torch's output and log-sum-exp; then the weights, from the latter."""
     out, lse = forward(call)
     blockwise.replay(call, lse, survey)

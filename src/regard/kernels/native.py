@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.kernels import blockwise, fused, library, operators
+from regard.kernels import blockwise, fused, operators
+from regard.kernels import native_library as library
 from regard.kernels.call import Call
 from regard.kernels.dropout import Dropout, threshold_of
-from regard.kernels.library import CALL, DTYPES, GRADIENTS
-from regard.kernels.lowered import (
+from regard.kernels.lowering import (
     DENSE_LIMIT,
     Added,
     Visible,
@@ -27,22 +27,23 @@ from regard.kernels.lowered import (
     new_gradient,
     pairs_to_evaluate,
 )
+from regard.kernels.native_library import CALL, DTYPES, GRADIENTS
 from regard.masks import Documents
 from regard.measures import (
     Distance,
     Entropy,
     Heatmap,
     Measure,
+    MeasureRun,
     Offset,
     Offsets,
     OnFirst,
     Peak,
     Plane,
     Received,
-    Survey,
 )
 
-__all__ = ["backward", "forward", "look", "name", "output", "why_not"]
+__all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not"]
 
 name = "native"
 
@@ -98,7 +99,7 @@ def output(call: Call) -> Tensor:
     return run(call)[0]
 
 
-def look(call: Call, survey: Survey, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
+def forward_measured(call: Call, survey: MeasureRun, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
     """The same, with statistics from the same pass. Measures that it does not know are shown the weights afterwards."""
     out, lse = operators.new_output(call.q, call.v if output else call.v[..., :0])
     plane = survey.plane
@@ -156,7 +157,7 @@ def _is_known(one: Measure, call: Call, plane: Plane) -> bool:
     return type(one) in _KNOWN
 
 
-def _places(survey: Survey, known: list[bool]) -> dict[str, Any]:
+def _places(survey: MeasureRun, known: list[bool]) -> dict[str, Any]:
     """The measures' own tensors, for C to write into; and the sizes of those that have a choice."""
     places: dict[str, Any] = {}
     numbers = survey.plane.numbers

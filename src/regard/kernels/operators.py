@@ -21,7 +21,7 @@ from torch._decomp import register_decomposition
 
 from regard.kernels import reference
 from regard.kernels.call import Call, accumulation_dtype
-from regard.kernels.flat import Flat, flatten, unflatten
+from regard.kernels.call_schema import Flat, flatten, unflatten
 from regard.kernels.tracing import traced
 
 __all__ = ["Loops", "first_derivatives_only", "new_output", "register"]

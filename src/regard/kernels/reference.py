@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from regard.kernels.call import Call
-from regard.measures import Strip, Survey
+from regard.measures import MeasureRun, Strip
 from regard.positions import DenseBias
 
-__all__ = ["STAGES", "backward", "forward", "look", "name", "output", "scores", "weights", "why_not"]
+__all__ = ["STAGES", "backward", "forward", "forward_measured", "name", "output", "scores", "weights", "why_not"]
 
 name = "reference"
 STAGES = ("scaled", "capped", "biased", "weights")
@@ -99,7 +99,7 @@ def output(call: Call) -> Tensor:
     return forward(call)[0]
 
 
-def look(call: Call, survey: Survey, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
+def forward_measured(call: Call, survey: MeasureRun, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
     """The same, the weights shown to some measures as one strip."""
     p, lse = weights(call)
     batch, heads, n, m = call.shape

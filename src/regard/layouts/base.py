@@ -22,8 +22,19 @@ from torch import Tensor
 
 from regard.errors import bad_value
 
-__all__ = ["ALL_OR_NONE", "ALWAYS", "EVERYTHING", "IN_AND_OUT", "NEVER", "Layout", "Packing", "Tensors", "by_head",
-           "linear", "stacked"]  # fmt: skip
+__all__ = [
+    "ALL_OR_NONE",
+    "ALWAYS",
+    "EVERYTHING",
+    "IN_AND_OUT",
+    "NEVER",
+    "Layout",
+    "Packing",
+    "Tensors",
+    "by_head",
+    "linear",
+    "stacked",
+]
 
 _IN = ("q_proj", "k_proj", "v_proj")
 
@@ -33,8 +44,19 @@ Tensors = dict[str, Tensor]
 ALWAYS, NEVER, ALL_OR_NONE, IN_AND_OUT = ("qkvo",), ("",), ("", "qkvo"), ("", "o", "qkv", "qkvo")
 
 # What a layer may have beyond H equal heads of W / H: a layout names those that its originals can be built with.
-EVERYTHING = frozenset({"kv heads", "value head width", "inner width", "query width", "key and value widths", "rotary",
-                        "alibi", "scale", "softcap"})  # fmt: skip
+EVERYTHING = frozenset(
+    {
+        "kv heads",
+        "value head width",
+        "inner width",
+        "query width",
+        "key and value widths",
+        "rotary",
+        "alibi",
+        "scale",
+        "softcap",
+    }
+)
 
 
 class Packing(NamedTuple):
@@ -47,15 +69,23 @@ class Packing(NamedTuple):
 def _split_stacked(packed: Tensor, heads: int, inner: int) -> tuple[Tensor, ...]:
     rest = packed.shape[0] - inner
     if rest <= 0 or rest % (2 * (inner // heads)):
-        raise bad_value("packed q, k, v", expected=f"(H + 2 G) * D rows, with H = {heads}, D = {inner // heads}",
-                        received=f"{packed.shape[0]} rows", remedy="check num_heads")  # fmt: skip
+        raise bad_value(
+            "packed q, k, v",
+            expected=f"(H + 2 G) * D rows, with H = {heads}, D = {inner // heads}",
+            received=f"{packed.shape[0]} rows",
+            remedy="check num_heads",
+        )
     return packed.split([inner, rest // 2, rest // 2])
 
 
 def _split_by_head(packed: Tensor, heads: int, inner: int) -> tuple[Tensor, ...]:
     if packed.shape[0] != 3 * inner:
-        raise bad_value("packed q, k, v", expected=f"H * 3 * D = {3 * inner} rows, head by head",
-                        received=f"{packed.shape[0]} rows", remedy="shared kv heads are packed otherwise")  # fmt: skip
+        raise bad_value(
+            "packed q, k, v",
+            expected=f"H * 3 * D = {3 * inner} rows, head by head",
+            received=f"{packed.shape[0]} rows",
+            remedy="shared kv heads are packed otherwise",
+        )
     return tuple(part.flatten(0, 1) for part in packed.unflatten(0, (heads, 3, -1)).unbind(1))
 
 
@@ -160,6 +190,10 @@ class Layout:
             found = {key: tensor.T if tensor.dim() == 2 else tensor for key, tensor in found.items()}
         for key in found:
             if key not in self.keys:
-                raise bad_value(f"export as {self.name!r}", expected=f"weights that have a name in {self.origin}",
-                                received=key, remedy="export as 'separate', which has names for all")  # fmt: skip
+                raise bad_value(
+                    f"export as {self.name!r}",
+                    expected=f"weights that have a name in {self.origin}",
+                    received=key,
+                    remedy="export as 'separate', which has names for all",
+                )
         return {self.keys[key]: tensor.detach().clone().contiguous() for key, tensor in found.items()}

@@ -26,8 +26,12 @@ def sizes(tensors: Tensors, num_heads: int, layout: Layout) -> dict[str, Any]:
 
     def fits(key: str, *shape: int) -> None:
         if key in tensors and tuple(tensors[key].shape) != shape:
-            raise bad_value(layout.keys.get(key, key), expected=f"shape {shape}, for {num_heads} heads and the rest",
-                            received=shape_of(tensors[key]), remedy="check num_heads and layout")  # fmt: skip
+            raise bad_value(
+                layout.keys.get(key, key),
+                expected=f"shape {shape}, for {num_heads} heads and the rest",
+                received=shape_of(tensors[key]),
+                remedy="check num_heads and layout",
+            )
 
     weights = [tensors[f"{stem}.weight"] for stem in _STEMS]
     for stem, weight in zip(_STEMS, weights, strict=True):
@@ -37,8 +41,12 @@ def sizes(tensors: Tensors, num_heads: int, layout: Layout) -> dict[str, Any]:
     divide("num_heads", num_heads, q_rows, "rows of q")
     head_dim = q_rows // num_heads
     if k_rows % head_dim or num_heads % (kv_heads := k_rows // head_dim):
-        raise bad_value(layout.keys.get("k_proj.weight", "k"), expected=f"G * {head_dim} rows, with G a divisor of "
-                        f"num_heads = {num_heads}", received=f"{k_rows} rows", remedy="check num_heads")  # fmt: skip
+        raise bad_value(
+            layout.keys.get("k_proj.weight", "k"),
+            expected=f"G * {head_dim} rows, with G a divisor of num_heads = {num_heads}",
+            received=f"{k_rows} rows",
+            remedy="check num_heads",
+        )
     divide("kv heads", kv_heads, v_rows, "rows of v")
     value_head_dim = v_rows // kv_heads
     fits("out_proj.weight", embed_dim, num_heads * value_head_dim)
@@ -50,9 +58,15 @@ def sizes(tensors: Tensors, num_heads: int, layout: Layout) -> dict[str, Any]:
     fits("norm.weight", embed_dim)
     fits("norm.bias", embed_dim)
     return {
-        "embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": kv_heads, "head_dim": head_dim,
-        "value_head_dim": value_head_dim, "query_dim": query_dim, "key_dim": key_dim, "value_dim": value_dim,
-    }  # fmt: skip
+        "embed_dim": embed_dim,
+        "num_heads": num_heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "value_head_dim": value_head_dim,
+        "query_dim": query_dim,
+        "key_dim": key_dim,
+        "value_dim": value_dim,
+    }
 
 
 def divide(what: str, number: int, rows: int, of: str) -> None:
@@ -68,8 +82,11 @@ def build(tensors: Tensors, size: Mapping[str, Any], options: Mapping[str, Any])
     if norms:
         options.setdefault("qk_norm", "layer" if "q_norm.bias" in tensors else "rms")
     if len(norms) == 1 or bool(norms) != (options.get("qk_norm") is not None):
-        raise bad_value("qk_norm", expected="weights of a norm of q and of k, or of neither",
-                        received=f"qk_norm={options.get('qk_norm')!r} with {norms or 'no such keys'}")  # fmt: skip
+        raise bad_value(
+            "qk_norm",
+            expected="weights of a norm of q and of k, or of neither",
+            received=f"qk_norm={options.get('qk_norm')!r} with {norms or 'no such keys'}",
+        )
     with torch.device("meta"):  # nothing is drawn at random only to be written over
         layer = MultiHeadAttention(**size, sinks="sinks" in tensors, **options)
     for stem in (*_STEMS, "q_norm", "k_norm"):
@@ -111,8 +128,12 @@ def check_biases(tensors: Tensors, layout: Layout, *, remedy: str) -> None:
     """Raise where q, k, v and out have biases that the layout has not, or lack some that it always has."""
     has = "".join(letter for letter, stem in zip("qkvo", _STEMS, strict=True) if f"{stem}.bias" in tensors)
     if layout.biases is not None and has not in layout.biases:
-        raise bad_value(f"biases of layout {layout.name!r}", expected=" or ".join(map(_on, layout.biases)),
-                        received=_on(has), remedy=remedy)  # fmt: skip
+        raise bad_value(
+            f"biases of layout {layout.name!r}",
+            expected=" or ".join(map(_on, layout.biases)),
+            received=_on(has),
+            remedy=remedy,
+        )
 
 
 def _on(pattern: str) -> str:
@@ -124,13 +145,20 @@ def check_expressible(module: MultiHeadAttention | AttentionBlock, layout: Layou
     layer = module.layer if isinstance(module, AttentionBlock) else module
     if isinstance(module, AttentionBlock) and not (layout.has_norm and module.order == "post"):
         expected = "a LayerNorm after the residual" if layout.has_norm else "a layer without a LayerNorm beside it"
-        raise bad_value(f"export as {layout.name!r}", expected=expected,
-                        received=f"an AttentionBlock with norm={module.order!r}",
-                        remedy="export block.layer, and store block.norm apart")  # fmt: skip
+        raise bad_value(
+            f"export as {layout.name!r}",
+            expected=expected,
+            received=f"an AttentionBlock with norm={module.order!r}",
+            remedy="export block.layer, and store block.norm apart",
+        )
     for feature, received in _features(layer, layout).items():
         if feature not in layout.can:
-            raise bad_value(f"export as {layout.name!r}", expected=f"no {feature} of its own, as in {layout.origin}",
-                            received=received, remedy="export as 'separate', which has names for all")  # fmt: skip
+            raise bad_value(
+                f"export as {layout.name!r}",
+                expected=f"no {feature} of its own, as in {layout.origin}",
+                received=received,
+                remedy="export as 'separate', which has names for all",
+            )
 
 
 def _features(layer: MultiHeadAttention, layout: Layout) -> dict[str, str]:
@@ -139,18 +167,24 @@ def _features(layer: MultiHeadAttention, layout: Layout) -> dict[str, str]:
     encoding = layer.position_encoding
     has = {
         "kv heads": (layer.num_kv_heads != heads, f"num_kv_heads={layer.num_kv_heads}, num_heads={heads}"),
-        "value head width": (layer.value_head_dim != head_dim,
-                             f"value_head_dim={layer.value_head_dim}, head_dim={head_dim}"),
+        "value head width": (
+            layer.value_head_dim != head_dim,
+            f"value_head_dim={layer.value_head_dim}, head_dim={head_dim}",
+        ),
         "inner width": (heads * head_dim != width, f"{heads} heads of {head_dim}, embed_dim={width}"),
         "query width": (layer.query_dim != width, f"query_dim={layer.query_dim}, embed_dim={width}"),
-        "key and value widths": ({layer.key_dim, layer.value_dim} != {width},
-                                 f"key_dim={layer.key_dim}, value_dim={layer.value_dim}, embed_dim={width}"),
+        "key and value widths": (
+            {layer.key_dim, layer.value_dim} != {width},
+            f"key_dim={layer.key_dim}, value_dim={layer.value_dim}, embed_dim={width}",
+        ),
         "rotary": (isinstance(encoding, Rotary), "position_encoding=Rotary"),
         "alibi": (isinstance(encoding, Alibi), "position_encoding=Alibi"),
-        "scale": ((head_dim**-0.5 if layer.scale is None else layer.scale) != usual,
-                  f"scale={layer.scale or f'{head_dim} ** -0.5'}"),
+        "scale": (
+            (head_dim**-0.5 if layer.scale is None else layer.scale) != usual,
+            f"scale={layer.scale or f'{head_dim} ** -0.5'}",
+        ),
         "softcap": (layer.softcap is not None, f"softcap={layer.softcap}"),
-    }  # fmt: skip
+    }
     return {feature: received for feature, (present, received) in has.items() if present}
 
 

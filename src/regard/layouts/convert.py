@@ -40,14 +40,39 @@ Pairs = Literal["halves", "interleaved"]
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
-        separate.layout, llama.layout, meta_llama.layout, w_q.layout, w_qs.layout, qkv_layer.layout, neox.layout,
-        torch_mha.layout, gpt2.layout, nanogpt.layout, bert.layout, distilbert.layout, timm.layout, wqkv.layout,
-        wqkv.modernbert, t5.layout,
+        separate.layout,
+        llama.layout,
+        meta_llama.layout,
+        w_q.layout,
+        w_qs.layout,
+        qkv_layer.layout,
+        neox.layout,
+        torch_mha.layout,
+        gpt2.layout,
+        nanogpt.layout,
+        bert.layout,
+        distilbert.layout,
+        timm.layout,
+        wqkv.layout,
+        wqkv.modernbert,
+        t5.layout,
     )
-}  # fmt: skip
+}
 
-_FROM_SHAPES = frozenset({"embed_dim", "num_kv_heads", "head_dim", "value_head_dim", "query_dim", "key_dim",
-                          "value_dim", "bias", "out_bias", "sinks"})  # fmt: skip
+_FROM_SHAPES = frozenset(
+    {
+        "embed_dim",
+        "num_kv_heads",
+        "head_dim",
+        "value_head_dim",
+        "query_dim",
+        "key_dim",
+        "value_dim",
+        "bias",
+        "out_bias",
+        "sinks",
+    }
+)
 
 
 def names() -> list[str]:
@@ -93,9 +118,12 @@ def load(
     found, chosen = _select(state_dict, prefix, layout)
     beside = [key for key in ("norm.weight", "norm.bias") if chosen.keys.get(key) in found]
     if beside:
-        raise bad_value("state_dict", expected="an attention layer alone",
-                        received=f"a LayerNorm beside it: {chosen.keys[beside[0]]!r}",
-                        remedy="layouts.load_block, which gives an AttentionBlock")  # fmt: skip
+        raise bad_value(
+            "state_dict",
+            expected="an attention layer alone",
+            received=f"a LayerNorm beside it: {chosen.keys[beside[0]]!r}",
+            remedy="layouts.load_block, which gives an AttentionBlock",
+        )
     return form.build(*_read(found, chosen, num_heads, rotary_pairs, bidirectional, max_distance, layer_options))
 
 
@@ -126,12 +154,17 @@ def load_block(
     num_heads = _check_given(state_dict, num_heads)
     found, chosen = _select(state_dict, prefix, layout)
     if chosen.keys.get("norm.weight") not in found:
-        raise bad_value("state_dict", expected="a LayerNorm beside the attention layer", received=sorted(found),
-                        remedy="layouts.load, which gives the layer alone")  # fmt: skip
+        raise bad_value(
+            "state_dict",
+            expected="a LayerNorm beside the attention layer",
+            received=sorted(found),
+            remedy="layouts.load, which gives the layer alone",
+        )
     return form.build_block(
         *_read(found, chosen, num_heads, rotary_pairs, bidirectional, max_distance, layer_options),
-        eps=chosen.norm_eps if eps is None else eps, dropout=block_dropout,
-    )  # fmt: skip
+        eps=chosen.norm_eps if eps is None else eps,
+        dropout=block_dropout,
+    )
 
 
 def export(module: MultiHeadAttention | AttentionBlock, layout: str) -> Tensors:
@@ -145,8 +178,12 @@ def export(module: MultiHeadAttention | AttentionBlock, layout: str) -> Tensors:
     chosen = _named(layout)
     form.check_expressible(module, chosen)
     layer, tensors = form.take(module)
-    form.check_biases(tensors, chosen, remedy="a bias of zeros changes nothing: layer.q_proj.bias = nn.Parameter("
-                      "torch.zeros(rows)), and likewise for the others; or export as 'separate'")  # fmt: skip
+    form.check_biases(
+        tensors,
+        chosen,
+        remedy="a bias of zeros changes nothing: layer.q_proj.bias = nn.Parameter("
+        "torch.zeros(rows)), and likewise for the others; or export as 'separate'",
+    )
     tensors = _turned(tensors, layer.num_heads, layer.num_kv_heads, layer.position_encoding, None, chosen.pairs)
     return chosen.from_canonical(tensors, layer.num_heads)
 
@@ -163,8 +200,12 @@ def _read(
     """Canonical tensors, sizes and options."""
     options = {**layout.options, **layer_options}
     for option in _FROM_SHAPES & options.keys():
-        raise bad_value(option, expected="to be read from the shapes of the tensors",
-                        received=f"{option}={options[option]!r}", remedy=f"leave {option} out")  # fmt: skip
+        raise bad_value(
+            option,
+            expected="to be read from the shapes of the tensors",
+            received=f"{option}={options[option]!r}",
+            remedy=f"leave {option} out",
+        )
     out = found[layout.keys["out_proj.weight"]]
     if out.dim() != 2:
         raise bad_value(layout.keys["out_proj.weight"], expected="a matrix", received=f"shape {shape_of(out)}")
@@ -174,8 +215,11 @@ def _read(
     size = form.sizes(tensors, num_heads, layout)
     if "position_encoding.weight" in tensors:
         if options.get("position_encoding") is not None:
-            raise bad_value("position_encoding", expected="None, for the state dict brings a relative position bias",
-                            received=type(options["position_encoding"]).__name__)  # fmt: skip
+            raise bad_value(
+                "position_encoding",
+                expected="None, for the state dict brings a relative position bias",
+                received=type(options["position_encoding"]).__name__,
+            )
         options["position_encoding"] = form.relative_bias(
             tensors["position_encoding.weight"], num_heads, bidirectional=bidirectional, max_distance=max_distance
         )
@@ -203,18 +247,27 @@ def _check_given(state_dict: object, num_heads: int | None) -> int:
             remedy = f"layouts.load(module.state_dict(), num_heads={heads})"
         elif isinstance(state_dict, (str, os.PathLike)):
             remedy = "safetensors.torch.load_file(path)"
-        raise bad_type("state_dict", expected="names and tensors, as module.state_dict() gives them",
-                       received=type(state_dict).__name__, remedy=remedy)  # fmt: skip
+        raise bad_type(
+            "state_dict",
+            expected="names and tensors, as module.state_dict() gives them",
+            received=type(state_dict).__name__,
+            remedy=remedy,
+        )
     if num_heads is None:
-        raise bad_type("num_heads", expected="the number of heads, which no state dict tells", received="None",
-                       remedy="layouts.load(state_dict, num_heads=...)")  # fmt: skip
+        raise bad_type(
+            "num_heads",
+            expected="the number of heads, which no state dict tells",
+            received="None",
+            remedy="layouts.load(state_dict, num_heads=...)",
+        )
     return num_heads
 
 
 def _named(name: str) -> Layout:
     if name not in LAYOUTS:
-        raise bad_value("layout", expected=f"one of {', '.join(names())}", received=repr(name),
-                        remedy=_nearest(name, names()))  # fmt: skip
+        raise bad_value(
+            "layout", expected=f"one of {', '.join(names())}", received=repr(name), remedy=_nearest(name, names())
+        )
     return LAYOUTS[name]
 
 
@@ -224,8 +277,12 @@ def _select(state_dict: Mapping[str, Tensor], prefix: str, name: str) -> tuple[T
         prefix += "."
     found = {key.removeprefix(prefix): tensor for key, tensor in state_dict.items() if key.startswith(prefix)}
     if not found:
-        raise bad_value("prefix", expected="what stands before the attention's keys", received=repr(prefix),
-                        remedy=_nearest(prefix, _prefixes(state_dict)))  # fmt: skip
+        raise bad_value(
+            "prefix",
+            expected="what stands before the attention's keys",
+            received=repr(prefix),
+            remedy=_nearest(prefix, _prefixes(state_dict)),
+        )
     candidates = list(LAYOUTS.values()) if name == "auto" else [_named(name)]
     matching = [layout for layout in candidates if layout.matches(found)]
     if not matching:
@@ -235,14 +292,19 @@ def _select(state_dict: Mapping[str, Tensor], prefix: str, name: str) -> tuple[T
         if key in found:
             raise bad_value(f"layout {layout.name!r}", expected="plain attention", received=f"{key!r}: {meaning}")
     for key in layout.unknown(found):
-        raise bad_value(f"layout {layout.name!r}", expected="no keys besides its own", received=repr(key),
-                        remedy=_nearest(key, [k for k in layout.keys.values() if k not in found]))  # fmt: skip
+        raise bad_value(
+            f"layout {layout.name!r}",
+            expected="no keys besides its own",
+            received=repr(key),
+            remedy=_nearest(key, [k for k in layout.keys.values() if k not in found]),
+        )
     found = {key: tensor for key, tensor in found.items() if key not in layout.ignored}
     for key, tensor in found.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             received = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise bad_type(key, expected="a floating-point tensor", received=received,
-                           remedy="dequantise the weights first")  # fmt: skip
+            raise bad_type(
+                key, expected="a floating-point tensor", received=received, remedy="dequantise the weights first"
+            )
     return found, layout
 
 
@@ -251,17 +313,29 @@ def _no_match(found: Tensors, prefix: str, candidates: list[Layout]) -> ValueErr
     deeper = [p for p in _prefixes(found) if any(layout.matches(_under(found, p)) for layout in candidates)]
     if deeper:
         more = f" (or another of {len(deeper)})" if len(deeper) > 1 else ""
-        return bad_value("state_dict", expected="the keys of one attention layer", received="them under a prefix",
-                         remedy=f"prefix={prefix + deeper[0]!r}{more}")  # fmt: skip
+        return bad_value(
+            "state_dict",
+            expected="the keys of one attention layer",
+            received="them under a prefix",
+            remedy=f"prefix={prefix + deeper[0]!r}{more}",
+        )
     best = min(candidates, key=lambda each: len(each.missing(found)) - sum(key in found for key in each.keys.values()))
     missing = best.missing(found)
     if missing and any(key in found for key in best.keys.values()):
-        return bad_value("state_dict", expected=f"{missing[0]!r}, as layout {best.name!r} has it",
-                         received=sorted(found)[:12], remedy=_nearest(missing[0], best.unknown(found)))  # fmt: skip
+        return bad_value(
+            "state_dict",
+            expected=f"{missing[0]!r}, as layout {best.name!r} has it",
+            received=sorted(found)[:12],
+            remedy=_nearest(missing[0], best.unknown(found)),
+        )
     if not missing:
         shapes = {key: tuple(tensor.shape) for key, tensor in found.items()}
-        return bad_value("state_dict", expected=f"the shapes of layout {best.name!r} ({best.origin})", received=shapes,
-                         remedy="layout='auto'")  # fmt: skip
+        return bad_value(
+            "state_dict",
+            expected=f"the shapes of layout {best.name!r} ({best.origin})",
+            received=shapes,
+            remedy="layout='auto'",
+        )
     known, shown = ", ".join(layout.name for layout in candidates), sorted(found)[:12]
     theirs = {key: layout.name for layout in candidates for key in layout.keys.values()}
     near = [(key, close) for key in shown for close in difflib.get_close_matches(key, theirs, n=1)]

@@ -72,8 +72,11 @@ def _permuted(tensor: Tensor, heads: int, to: str, width: int | None) -> Tensor:
     head_dim = tensor.shape[0] // heads
     width = head_dim if width is None else width
     if width % 2 or not 0 < width <= head_dim:
-        raise bad_value("width", expected=f"an even number up to the head's width {head_dim}",
-                        received=f"{width}, for {heads} heads in {shape_of(tensor)}")  # fmt: skip
+        raise bad_value(
+            "width",
+            expected=f"an even number up to the head's width {head_dim}",
+            received=f"{width}, for {heads} heads in {shape_of(tensor)}",
+        )
     pairs = torch.arange(width, device=tensor.device).view((-1, 2) if to == "halves" else (2, -1)).T.flatten()
     order = torch.cat([pairs, torch.arange(width, head_dim, device=tensor.device)])
     return tensor.unflatten(0, (heads, head_dim))[:, order].flatten(0, 1)

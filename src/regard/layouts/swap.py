@@ -67,8 +67,12 @@ def swap(model: Model, split: bool = False) -> Model:
 def _split(model: nn.Module, found: dict[str, nn.MultiheadAttention]) -> nn.Module:
     extra = [name or "model" for name, module in found.items() if module.bias_k is not None or module.add_zero_attn]
     if extra:
-        raise bad_value("swap(split=True)", expected="modules without add_bias_kv and add_zero_attn",
-                        received=", ".join(extra), remedy="swap(model), which keeps their extra keys")  # fmt: skip
+        raise bad_value(
+            "swap(split=True)",
+            expected="modules without add_bias_kv and add_zero_attn",
+            received=", ".join(extra),
+            remedy="swap(model), which keeps their extra keys",
+        )
     new = {id(module): SplitAttention(module) for module in found.values()}
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):  # not named_children, which names a shared child once
@@ -119,18 +123,35 @@ class SwappedAttention(nn.MultiheadAttention):
             weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight) if packed is None else packed
             q, k, v = project(query, key, value, cast(Any, weight), self.in_proj_bias)
             q, k, v, options = operands(
-                q, k, v, self.num_heads, bias_k=self.bias_k, bias_v=self.bias_v, add_zero_attn=self.add_zero_attn,
-                key_padding_mask=padding, attn_mask=attn_mask, is_causal=is_causal,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                self.num_heads,
+                bias_k=self.bias_k,
+                bias_v=self.bias_v,
+                add_zero_attn=self.add_zero_attn,
+                key_padding_mask=padding,
+                attn_mask=attn_mask,
+                is_causal=is_causal,
+            )
             out = attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
             out = self.out_proj(out.transpose(1, 2).flatten(2))
             return out, attention_weights(q, k, **options) if need_weights else None
 
         with refused_as_by_torch(
-            self, query, key, value, key_padding_mask=key_padding_mask, attn_mask=attn_mask, is_causal=is_causal,
-            need_weights=need_weights, bias_k=self.bias_k, bias_v=self.bias_v, add_zero_attn=self.add_zero_attn,
+            self,
+            query,
+            key,
+            value,
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            need_weights=need_weights,
+            bias_k=self.bias_k,
+            bias_v=self.bias_v,
+            add_zero_attn=self.add_zero_attn,
             separate=(self.q_proj_weight, self.k_proj_weight, self.v_proj_weight),
-        ):  # fmt: skip
+        ):
             return batch_first(
                 compute, query, key, value, key_padding_mask, already=self.batch_first, average=average_attn_weights
             )
@@ -197,8 +218,9 @@ class SplitAttention(nn.Module):
 
         def compute(query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor | None]:
             (batch, n), m = query.shape[:2], key.shape[1]
-            options = said_in_masks((batch, self.num_heads, n, m), key_padding_mask=padding, attn_mask=attn_mask,
-                                    is_causal=is_causal)  # fmt: skip
+            options = said_in_masks(
+                (batch, self.num_heads, n, m), key_padding_mask=padding, attn_mask=attn_mask, is_causal=is_causal
+            )
             # The layer takes positions as a tensor; where n = m its own are the same: the first query at the first key.
             first = options["positions"] is not None and n != m
             options["positions"] = torch.arange(n, device=query.device) if first else None
@@ -207,9 +229,16 @@ class SplitAttention(nn.Module):
 
         layer = self.layer
         with refused_as_by_torch(
-            self, query, key, value, key_padding_mask=key_padding_mask, attn_mask=attn_mask, is_causal=is_causal,
-            need_weights=need_weights, separate=(layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight),
-        ):  # fmt: skip
+            self,
+            query,
+            key,
+            value,
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            need_weights=need_weights,
+            separate=(layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight),
+        ):
             return batch_first(
                 compute, query, key, value, key_padding_mask, already=self.batch_first, average=average_attn_weights
             )

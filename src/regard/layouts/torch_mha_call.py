@@ -69,16 +69,20 @@ def said_in_masks(
         elif tuple(attn_mask.shape) == (batch * heads, n, m):
             attn_mask = attn_mask.unflatten(0, (batch, heads))
         else:
-            raise bad_value("attn_mask", expected=f"shape (N, M) = {(n, m)} or (B * H, N, M) = {(batch * heads, n, m)}",
-                            received=shape_of(attn_mask))  # fmt: skip
+            raise bad_value(
+                "attn_mask",
+                expected=f"shape (N, M) = {(n, m)} or (B * H, N, M) = {(batch * heads, n, m)}",
+                received=shape_of(attn_mask),
+            )
         if _is_boolean("attn_mask", attn_mask):
             parts.append(Hide(_padded(attn_mask, extra)))
         else:
             biases.append(_padded(attn_mask, extra))
     if key_padding_mask is not None:
         if tuple(key_padding_mask.shape) != (batch, m):
-            raise bad_value("key_padding_mask", expected=f"shape (B, M) = {(batch, m)}",
-                            received=shape_of(key_padding_mask))  # fmt: skip
+            raise bad_value(
+                "key_padding_mask", expected=f"shape (B, M) = {(batch, m)}", received=shape_of(key_padding_mask)
+            )
         if _is_boolean("key_padding_mask", key_padding_mask):
             parts.append(Padding(keep=~_padded(key_padding_mask, extra)))
         else:
@@ -91,8 +95,12 @@ def said_in_masks(
 
 def _is_boolean(what: str, mask: Tensor) -> bool:
     if mask.dtype is not torch.bool and not mask.is_floating_point():
-        raise bad_type(what, expected="a boolean tensor (True hides) or a floating-point one (added to the scores)",
-                       received=mask.dtype, remedy="mask.bool() where nonzero hides")  # fmt: skip
+        raise bad_type(
+            what,
+            expected="a boolean tensor (True hides) or a floating-point one (added to the scores)",
+            received=mask.dtype,
+            remedy="mask.bool() where nonzero hides",
+        )
     return mask.dtype is torch.bool
 
 
@@ -112,11 +120,7 @@ def _padded(mask: Tensor, extra: int) -> Tensor:
 
 
 def project(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    weight: Tensor | tuple[Tensor, Tensor, Tensor],
-    bias: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, weight: Tensor | tuple[Tensor, Tensor, Tensor], bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Through the packed weight (3 W, W), in one product for self attention; or through three of them. A bias of
     another dtype is added as torch adds it: in that of the product."""
@@ -155,8 +159,13 @@ def operands(
     extra = len(more_k)
     if extra:
         k, v = torch.cat([k, *(x.to(k.dtype) for x in more_k)], 1), torch.cat([v, *(x.to(v.dtype) for x in more_v)], 1)
-    options = said_in_masks((batch, num_heads, n, m), key_padding_mask=key_padding_mask, attn_mask=attn_mask,
-                            is_causal=is_causal, extra=extra)  # fmt: skip
+    options = said_in_masks(
+        (batch, num_heads, n, m),
+        key_padding_mask=key_padding_mask,
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        extra=extra,
+    )
     q, k, v = (x.unflatten(-1, (num_heads, -1)).transpose(1, 2) for x in (q, k, v))
     return Operands(q, k, v, options)
 
@@ -205,9 +214,18 @@ def functional_operands(
     if one and key_padding_mask is not None:
         key_padding_mask = key_padding_mask[None]
     believed = is_causal and attn_mask is not None and not need_weights and key_padding_mask is None
-    found = operands(q, k, v, num_heads, bias_k=bias_k, bias_v=bias_v, add_zero_attn=add_zero_attn,
-                     key_padding_mask=key_padding_mask, attn_mask=None if believed else attn_mask,
-                     is_causal=is_causal)  # fmt: skip
+    found = operands(
+        q,
+        k,
+        v,
+        num_heads,
+        bias_k=bias_k,
+        bias_v=bias_v,
+        add_zero_attn=add_zero_attn,
+        key_padding_mask=key_padding_mask,
+        attn_mask=None if believed else attn_mask,
+        is_causal=is_causal,
+    )
     return found._replace(options=found.options | {"mask": Causal()}) if believed else found  # (extra keys are hidden)
 
 
@@ -239,8 +257,11 @@ def batch_first(
         return x[None] if x.dim() == 2 else x if already else x.transpose(0, 1)
 
     if {query.dim(), key.dim(), value.dim()} not in ({2}, {3}):
-        raise bad_value("query, key, value", expected="three of 3 axes, or three of 2 without a batch",
-                        received=f"{shape_of(query)}, {shape_of(key)}, {shape_of(value)}")  # fmt: skip
+        raise bad_value(
+            "query, key, value",
+            expected="three of 3 axes, or three of 2 without a batch",
+            received=f"{shape_of(query)}, {shape_of(key)}, {shape_of(value)}",
+        )
     alone = query.dim() == 2
     q = turn(query)
     k = q if key is query else turn(key)
@@ -260,17 +281,26 @@ def _nested(
     """Texts of different lengths as nested tensors, (B, n, W) each: pad them, and nest the output as the query is. The
     weights, (B, N, M), stay padded."""
     if not (query.is_nested and key.is_nested and value.is_nested) or key_padding_mask is not None:
-        raise bad_value("nested query, key, value", expected="all three nested, and no key_padding_mask",
-                        received=", ".join("nested" if x.is_nested else "not nested" for x in (query, key, value))
-                        + ("" if key_padding_mask is None else ", a key_padding_mask"),
-                        remedy="torch.nested.to_padded_tensor(x, 0.0)")  # fmt: skip
+        raise bad_value(
+            "nested query, key, value",
+            expected="all three nested, and no key_padding_mask",
+            received=", ".join("nested" if x.is_nested else "not nested" for x in (query, key, value))
+            + ("" if key_padding_mask is None else ", a key_padding_mask"),
+            remedy="torch.nested.to_padded_tensor(x, 0.0)",
+        )
     if not query.dim() == key.dim() == value.dim() == 3:
-        raise bad_value("nested query, key, value", expected="texts of shape (n, W)",
-                        received=f"{query.dim()}, {key.dim()}, {value.dim()} axes with that of texts")  # fmt: skip
+        raise bad_value(
+            "nested query, key, value",
+            expected="texts of shape (n, W)",
+            received=f"{query.dim()}, {key.dim()}, {value.dim()} axes with that of texts",
+        )
     lengths, of_keys, of_values = ([item.shape[0] for item in x.unbind()] for x in (query, key, value))
     if of_keys != of_values or len(of_keys) != len(lengths):
-        raise bad_value("nested query, key, value", expected="as many texts in each, keys as long as their values",
-                        received=f"lengths {lengths}, {of_keys} and {of_values}")  # fmt: skip
+        raise bad_value(
+            "nested query, key, value",
+            expected="as many texts in each, keys as long as their values",
+            received=f"lengths {lengths}, {of_keys} and {of_values}",
+        )
     q = torch.nested.to_padded_tensor(query, 0.0)
     k = q if key is query else torch.nested.to_padded_tensor(key, 0.0)
     v = k if value is key else torch.nested.to_padded_tensor(value, 0.0)
@@ -327,10 +357,24 @@ def _refusal(
         if module.batch_first and query.dim() == 3:
             query, key, value = (x.transpose(0, 1) if x.dim() == 3 else x for x in (query, key, value))
         F.multi_head_attention_forward(
-            query, key, value, module.embed_dim, module.num_heads, packed, module.in_proj_bias, bias_k, bias_v,
-            add_zero_attn, 0.0, module.out_proj.weight, module.out_proj.bias, training=False,
-            use_separate_proj_weight=packed is None, **names, **call,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            module.embed_dim,
+            module.num_heads,
+            packed,
+            module.in_proj_bias,
+            bias_k,
+            bias_v,
+            add_zero_attn,
+            0.0,
+            module.out_proj.weight,
+            module.out_proj.bias,
+            training=False,
+            use_separate_proj_weight=packed is None,
+            **names,
+            **call,
+        )
     except Exception as refusal:
         return refusal
     return None

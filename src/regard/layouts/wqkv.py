@@ -14,9 +14,5 @@ layout = Layout(
     ignored=frozenset({"rotary_emb.inv_freq"}),
 )
 modernbert = replace(
-    layout,
-    name="modernbert",
-    origin="ModernBERT",
-    keys=linear(qkv="Wqkv", out_proj="Wo"),
-    can=frozenset({"rotary"}),
+    layout, name="modernbert", origin="ModernBERT", keys=linear(qkv="Wqkv", out_proj="Wo"), can=frozenset({"rotary"})
 )

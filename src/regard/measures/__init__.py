@@ -22,9 +22,9 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, E head width of 
 c, h, n, m the same within one strip.
 """
 
-from regard.measures.heads import Contribution, Divergence, rollout
-from regard.measures.maps import Crop, Heatmap, Links, TopLinks
-from regard.measures.shape import (
+from regard.measures.base import Measure, PerKey, PerQuery, Plane, Strip
+from regard.measures.contribution import Contribution, Divergence, rollout
+from regard.measures.distribution import (
     Distance,
     Entropy,
     Itself,
@@ -37,8 +37,8 @@ from regard.measures.shape import (
     Previous,
     Received,
 )
-from regard.measures.strip import Measure, PerKey, PerQuery, Plane, Strip
-from regard.measures.survey import DEFAULT, MeasureLike, Measurements, Survey, as_measures
+from regard.measures.maps import Crop, Heatmap, Links, TopLinks
+from regard.measures.run import DEFAULT, MeasureLike, Measurements, MeasureRun, as_measures
 from regard.measures.tokens import Duplicate, Induction, Tokens
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "Local",
     "Measure",
     "MeasureLike",
+    "MeasureRun",
     "Measurements",
     "Next",
     "Offset",
@@ -68,7 +69,6 @@ __all__ = [
     "Previous",
     "Received",
     "Strip",
-    "Survey",
     "Tokens",
     "TopLinks",
     "as_measures",

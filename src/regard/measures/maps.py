@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import bad_value
-from regard.measures.strip import Measure, Plane, Strip, count, ranks
+from regard.measures.base import Measure, Plane, Strip, count, ranks
 
 __all__ = ["Crop", "Heatmap", "Links", "TopLinks"]
 

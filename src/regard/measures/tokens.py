@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import bad_type, bad_value, shape_of
-from regard.measures.strip import NO_TOKEN, Measure, Plane, Strip
+from regard.measures.base import NO_TOKEN, Measure, Plane, Strip
 
 __all__ = ["Duplicate", "Induction", "Tokens"]
 
@@ -33,20 +33,29 @@ class Tokens(Measure):
 
     def __init__(self, kinds: Mapping[str, Sequence[int] | Tensor | str]) -> None:
         if not isinstance(kinds, Mapping) or not kinds:
-            raise bad_type("Tokens kinds", expected="a mapping from names to token ids, masks of keys, or 'same'",
-                           received=repr(kinds))  # fmt: skip
+            raise bad_type(
+                "Tokens kinds",
+                expected="a mapping from names to token ids, masks of keys, or 'same'",
+                received=repr(kinds),
+            )
         self.kinds: dict[str, Tensor | None] = {}
         for name, which in kinds.items():
             if isinstance(which, str):
                 if which != "same":
-                    raise bad_value(f"Tokens {name!r}", expected="token ids, a boolean mask of keys, or 'same'",
-                                    received=repr(which))  # fmt: skip
+                    raise bad_value(
+                        f"Tokens {name!r}",
+                        expected="token ids, a boolean mask of keys, or 'same'",
+                        received=repr(which),
+                    )
                 self.kinds[name] = None
                 continue
             ids = torch.as_tensor(which)
             if ids.is_floating_point() or ids.dim() not in (1, 2) or (ids.dim() == 2 and ids.dtype is not torch.bool):
-                raise bad_type(f"Tokens {name!r}", expected="token ids (K,), or a boolean mask of keys (M,) or (B, M)",
-                               received=f"dtype {ids.dtype}, shape {shape_of(ids)}")  # fmt: skip
+                raise bad_type(
+                    f"Tokens {name!r}",
+                    expected="token ids (K,), or a boolean mask of keys (M,) or (B, M)",
+                    received=f"dtype {ids.dtype}, shape {shape_of(ids)}",
+                )
             self.kinds[name] = ids
 
     @property
@@ -67,8 +76,9 @@ class Tokens(Measure):
             elif which.dtype is torch.bool:
                 row = which.to(plane.k_positions.device).view(-1, which.shape[-1])
                 if row.shape[1] != plane.keys or row.shape[0] not in (1, plane.batch):
-                    raise bad_value(f"Tokens {name!r}", expected=f"a mask of {plane.keys} keys",
-                                    received=f"shape {shape_of(which)}")  # fmt: skip
+                    raise bad_value(
+                        f"Tokens {name!r}", expected=f"a mask of {plane.keys} keys", received=f"shape {shape_of(which)}"
+                    )
             else:
                 row = torch.isin(_key_ids(plane, self), which.to(plane.k_positions.device))
             rows.append(row)
@@ -106,8 +116,11 @@ class _Copies(Measure):
 
     def __init__(self, ids: Tensor | None = None) -> None:
         if ids is not None and (not isinstance(ids, Tensor) or ids.is_floating_point() or ids.dim() not in (1, 2)):
-            raise bad_type(f"{type(self).__name__} ids", expected="integer token ids (M,) or (B, M)",
-                           received=f"{type(ids).__name__} {getattr(ids, 'shape', ids)}")  # fmt: skip
+            raise bad_type(
+                f"{type(self).__name__} ids",
+                expected="integer token ids (M,) or (B, M)",
+                received=f"{type(ids).__name__} {getattr(ids, 'shape', ids)}",
+            )
         self.ids = ids
 
     def prepare(self, plane: Plane) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,8 +195,11 @@ def _ids(plane: Plane, measure: Measure) -> Tensor:
         return plane.ids
     keys = _key_ids(plane, measure)
     if plane.queries > keys.shape[1]:
-        raise bad_value(f"{type(measure).__name__} ids", expected=f"those of {plane.queries} queries",
-                        received=f"those of {keys.shape[1]} keys")  # fmt: skip
+        raise bad_value(
+            f"{type(measure).__name__} ids",
+            expected=f"those of {plane.queries} queries",
+            received=f"those of {keys.shape[1]} keys",
+        )
     return keys[:, keys.shape[1] - plane.queries :]
 
 
@@ -193,12 +209,21 @@ def _key_ids(plane: Plane, measure: Measure) -> Tensor:
     ids = plane.key_ids if own is None else own.to(plane.k_positions.device)
     name = type(measure).__name__
     if ids is None:
-        raise bad_value(name, expected="token ids", received="none", remedy=f"{name}(ids), integers (M,) or (B, M)"
-                        if name != "Tokens" else "measure(..., ids=...), integers (M,) or (B, M)")  # fmt: skip
+        raise bad_value(
+            name,
+            expected="token ids",
+            received="none",
+            remedy=f"{name}(ids), integers (M,) or (B, M)"
+            if name != "Tokens"
+            else "measure(..., ids=...), integers (M,) or (B, M)",
+        )
     ids = ids[None] if ids.dim() == 1 else ids
     if ids.shape[1] != plane.keys or ids.shape[0] not in (1, plane.batch):
-        raise bad_value(f"{name} ids", expected=f"shape ({plane.keys},) or ({plane.batch}, {plane.keys})",
-                        received=f"shape {shape_of(ids)}")  # fmt: skip
+        raise bad_value(
+            f"{name} ids",
+            expected=f"shape ({plane.keys},) or ({plane.batch}, {plane.keys})",
+            received=f"shape {shape_of(ids)}",
+        )
     return ids
 
 

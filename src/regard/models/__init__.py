@@ -4,12 +4,12 @@
 GGUF file of the families in `FAMILIES`.
 """
 
+from regard.models.base import Batch
 from regard.models.config import ModelConfig
 from regard.models.decoder import Decoder
-from regard.models.embedded import EMBEDDED, Embedded
 from regard.models.encoder import Encoder
 from regard.models.families import FAMILIES
 from regard.models.loading import blank, load, source
-from regard.models.text import Batch
+from regard.models.packaged import EMBEDDED, Embedded
 
 __all__ = ["EMBEDDED", "FAMILIES", "Batch", "Decoder", "Embedded", "Encoder", "ModelConfig", "blank", "load", "source"]

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal, get_args, get_type_hints
 
-from regard.configurations import Configuration
 from regard.errors import bad_value
-from regard.linear import ACTIVATIONS
 from regard.models.fields import WIDTH
+from regard.onednn import ACTIVATIONS
+from regard.presets import Configuration
 
 __all__ = ["ModelConfig"]
 
@@ -29,7 +29,7 @@ class ModelConfig(Configuration):
         norm: "layer" (LayerNorm) or "rms" (RMSNorm), with `norm_eps`.
         order: where the norms are: "post" (after the residual), "pre" (before each part), or "parallel" (before each
             part, and both parts read the same residual).
-        activation: one of `regard.linear.ACTIVATIONS`; `gated`: whether a second projection multiplies it.
+        activation: one of `regard.onednn.ACTIVATIONS`; `gated`: whether a second projection multiplies it.
         mlp_bias: whether the feed-forward projections have a bias.
         first_position: number of the first learned position (RoBERTa: 2); its table has that many rows more.
         token_types: rows of the token type embedding; 0 for none.
@@ -74,13 +74,20 @@ class ModelConfig(Configuration):
             raise bad_value("num_kv_heads", expected=f"a divisor of num_heads = {self.num_heads}", received=kv_heads)
         if self.head_dim is None and self.embed_dim % self.num_heads:
             raise bad_value("num_heads", expected=f"a divisor of the width {self.embed_dim}", received=self.num_heads)
-        for what, given in (("head_dim", self.head_dim), ("context", self.context or None), ("window", self.window),
-                            *(("windows", window) for window in self.windows or ())):  # fmt: skip
+        for what, given in (
+            ("head_dim", self.head_dim),
+            ("context", self.context or None),
+            ("window", self.window),
+            *(("windows", window) for window in self.windows or ()),
+        ):
             if given is not None and (type(given) is not int or given < 1):
                 raise bad_value(what, expected="a positive integer, or None", received=repr(given))
         if (self.head_dim or 0) * self.num_heads > WIDTH:
-            raise bad_value("head_dim", expected=f"heads that are all together at most {WIDTH} wide",
-                            received=f"{self.num_heads} heads of width {self.head_dim}")  # fmt: skip
+            raise bad_value(
+                "head_dim",
+                expected=f"heads that are all together at most {WIDTH} wide",
+                received=f"{self.num_heads} heads of width {self.head_dim}",
+            )
         for what in ("windows", "scales"):
             if (given := getattr(self, what)) is not None and len(given) != self.layers:
                 raise bad_value(what, expected=f"one for each of {self.layers} layers", received=len(given))

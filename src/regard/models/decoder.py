@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from regard.cache import KVCache, RollingCache, together, tokens_read
 from regard.errors import bad_type, bad_value, shape_of
-from regard.linear import project
 from regard.masks import Causal, Mask, Padding, Window
 from regard.models import generation
+from regard.models.base import TextModel
+from regard.models.blocks import Block, Embedding, new_norm
 from regard.models.config import ModelConfig
-from regard.models.parts import Block, Embedding, new_norm
-from regard.models.text import TextModel
+from regard.onednn import project
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -78,12 +78,7 @@ class Decoder(TextModel):
             return logits if self.spread is None else self.spread.like(logits, states)
 
     def hidden(
-        self,
-        ids: Tensor,
-        *,
-        keep: Tensor | None = None,
-        cache: Cache | None = None,
-        states: list[Tensor] | None = None,
+        self, ids: Tensor, *, keep: Tensor | None = None, cache: Cache | None = None, states: list[Tensor] | None = None
     ) -> Tensor:
         """What the head reads, (B, N, W): `model.head` makes the logits of it.
 
@@ -132,8 +127,12 @@ class Decoder(TextModel):
         if window is None:
             return [KVCache(capacity) for _ in self.blocks]
         if self.embedding.places is not None:
-            raise bad_value("window", expected="None: this model learned a vector for each position, and a text cannot "
-                            "go on past the last of them", received=window)  # fmt: skip
+            raise bad_value(
+                "window",
+                expected="None: this model learned a vector for each position, and a text cannot "
+                "go on past the last of them",
+                received=window,
+            )
         return [RollingCache(window, keep_first) for _ in self.blocks]
 
     def generate(
@@ -222,39 +221,64 @@ class Decoder(TextModel):
         if cache is None:
             return
         if not isinstance(cache, Sequence) or not all(isinstance(part, (KVCache, RollingCache)) for part in cache):
-            raise bad_type("cache", expected="one KVCache or RollingCache per layer", received=type(cache).__name__,
-                           remedy="model.new_cache()")  # fmt: skip
+            raise bad_type(
+                "cache",
+                expected="one KVCache or RollingCache per layer",
+                received=type(cache).__name__,
+                remedy="model.new_cache()",
+            )
         if len(cache) != len(self.blocks):
-            raise bad_value("cache", expected=f"one per layer, {len(self.blocks)}", received=len(cache),
-                            remedy="model.new_cache()")  # fmt: skip
+            raise bad_value(
+                "cache", expected=f"one per layer, {len(self.blocks)}", received=len(cache), remedy="model.new_cache()"
+            )
         if len({id(part) for part in cache}) < len(cache):
-            raise bad_value("cache", expected="one of its own for each layer", received="one for several layers",
-                            remedy="model.new_cache()")  # fmt: skip
+            raise bad_value(
+                "cache",
+                expected="one of its own for each layer",
+                received="one for several layers",
+                remedy="model.new_cache()",
+            )
         read = [tokens_read(part) for part in cache]
         if len(set(read)) > 1:
-            least = "" if any(isinstance(part, RollingCache) for part in cache) else (
-                f", or for part in cache: part.truncate({min(read)}), and read what comes after once more")  # fmt: skip
-            raise bad_value("cache", expected="the same tokens in each layer", received=f"{read} tokens",
-                            remedy=f"read the text again with model.new_cache(){least}")  # fmt: skip
+            least = (
+                ""
+                if any(isinstance(part, RollingCache) for part in cache)
+                else (f", or for part in cache: part.truncate({min(read)}), and read what comes after once more")
+            )
+            raise bad_value(
+                "cache",
+                expected="the same tokens in each layer",
+                received=f"{read} tokens",
+                remedy=f"read the text again with model.new_cache(){least}",
+            )
         if not torch.compiler.is_compiling() and not _same_lengths(cache):
-            raise bad_value("cache", expected="rows of the same lengths in each layer", received="others",
-                            remedy="truncate each layer's with the same lengths")  # fmt: skip
+            raise bad_value(
+                "cache",
+                expected="rows of the same lengths in each layer",
+                received="others",
+                remedy="truncate each layer's with the same lengths",
+            )
 
     def _held(self, cache: Cache | None, keep: Tensor | None, new: int) -> Tensor | int:
         """How many tokens the cache holds; (B,) where rows differ. Raises where `keep` does not count them all."""
         if cache is None:
             held = 0
         elif keep is not None and isinstance(cache[0], RollingCache):
-            raise bad_value("keep", expected="None: a RollingCache forgets, so there is no flag for each key",
-                            received="a tensor", remedy="rows of one length, or a KVCache")  # fmt: skip
+            raise bad_value(
+                "keep",
+                expected="None: a RollingCache forgets, so there is no flag for each key",
+                received="a tensor",
+                remedy="rows of one length, or a KVCache",
+            )
         else:
             held = len(cache[0])
             lengths = cache[0].lengths if isinstance(cache[0], KVCache) and cache[0].ragged else None
             if lengths is not None and keep is None:
                 return lengths
         if keep is not None and keep.shape[1] != held + new:
-            raise bad_value("keep", expected=f"one flag per token, {held} cached and {new} new",
-                            received=shape_of(keep))  # fmt: skip
+            raise bad_value(
+                "keep", expected=f"one flag per token, {held} cached and {new} new", received=shape_of(keep)
+            )
         return held
 
 

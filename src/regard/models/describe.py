@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from regard.errors import printable
-from regard.models.parts import Block
-from regard.walk import Step, table
+from regard.models.blocks import Block
+from regard.summary import Step, table
 
 if TYPE_CHECKING:
-    from regard.models.text import TextModel
+    from regard.models.base import TextModel
 
 __all__ = ["describe", "facts", "walk"]
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value, shape_of
 from regard.masks import Mask, Padding, Window
+from regard.models.base import TextModel, padded
+from regard.models.blocks import Block, Embedding, new_norm
 from regard.models.config import ModelConfig
-from regard.models.parts import Block, Embedding, new_norm
-from regard.models.text import TextModel, padded
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -140,8 +140,12 @@ class Encoder(TextModel):
         if not isinstance(texts, Sequence):
             raise bad_type("texts", expected="a text, or a list of texts", received=type(texts).__name__)
         if self.config.not_pooled:
-            raise bad_value("embed", expected="a model pooled by the mean or the first token",
-                            received=self.config.not_pooled, remedy="model(ids) has the states to pool")  # fmt: skip
+            raise bad_value(
+                "embed",
+                expected="a model pooled by the mean or the first token",
+                received=self.config.not_pooled,
+                remedy="model(ids) has the states to pool",
+            )
         if batch_size < 1:
             raise bad_value("batch_size", expected="at least 1", received=batch_size)
         if not texts:

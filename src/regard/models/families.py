@@ -21,7 +21,7 @@ from regard.errors import bad_type, bad_value
 from regard.layouts.base import linear
 from regard.models.config import ModelConfig
 from regard.models.fields import LAYERS, WIDTH, flag, integer, number, several, word
-from regard.positions import DynamicNTK, Linear, Llama3, LongRoPE, YaRN
+from regard.positions import DynamicNTK, LinearScaling, Llama3, LongRoPE, YaRN
 from regard.positions.rotary import Scaling
 
 __all__ = ["FAMILIES", "Family", "family_of"]
@@ -105,11 +105,19 @@ class Family:
         """What the settings of a config.json say, checked."""
         for name, allowed in self.only.items():
             if settings.get(name, allowed[0]) not in allowed:
-                raise bad_value(f"config.json: {name}", expected=" or ".join(map(repr, allowed)),
-                                received=short(settings[name]), remedy=WATCH)  # fmt: skip
+                raise bad_value(
+                    f"config.json: {name}",
+                    expected=" or ".join(map(repr, allowed)),
+                    received=short(settings[name]),
+                    remedy=WATCH,
+                )
         if settings.get("quantization_config"):
-            raise bad_value("config.json: quantization_config", expected="none: weights as they are, or a GGUF file",
-                            received=short(settings["quantization_config"]), remedy=WATCH)  # fmt: skip
+            raise bad_value(
+                "config.json: quantization_config",
+                expected="none: weights as they are, or a GGUF file",
+                received=short(settings["quantization_config"]),
+                remedy=WATCH,
+            )
         found: Fields = {"family": self.name, "kind": self.kind, "causal": self.kind == "decoder", **self.fixed}
         found |= {ours: where.read(settings, _KINDS[ours]) for ours, where in self.fields.items()}
         for derive in (*self.derived, _activation, _special_tokens):
@@ -146,8 +154,12 @@ _ACTIVATIONS = {
 
 def _activation(settings: Settings, fields: Fields) -> Fields:
     if not isinstance(fields["activation"], str) or fields["activation"] not in _ACTIVATIONS:
-        raise bad_value("config.json: the activation", expected=f"one of {', '.join(_ACTIVATIONS)}",
-                        received=short(fields["activation"]), remedy=WATCH)  # fmt: skip
+        raise bad_value(
+            "config.json: the activation",
+            expected=f"one of {', '.join(_ACTIVATIONS)}",
+            received=short(fields["activation"]),
+            remedy=WATCH,
+        )
     return {"activation": _ACTIVATIONS[fields["activation"]]}
 
 
@@ -213,7 +225,7 @@ def _scaling(rope: Mapping[str, Any], context: int | None) -> Scaling | None:
         case "default":
             return None
         case "linear":
-            return Linear(needed("factor"))
+            return LinearScaling(needed("factor"))
         case "dynamic":
             return DynamicNTK(needed("factor"), context or trained)
         case "yarn":
@@ -221,12 +233,21 @@ def _scaling(rope: Mapping[str, Any], context: int | None) -> Scaling | None:
         case "longrope":
             factor = at("factor", default=(context or 0) / (trained or 1)).read(rope, _FACTOR)
             factors = partial(several, kind=_FACTOR)
-            return LongRoPE(needed("short_factor", factors), needed("long_factor", factors), trained, factor=factor,
-                            attention_factor=options.get("attention_factor"))  # fmt: skip
+            return LongRoPE(
+                needed("short_factor", factors),
+                needed("long_factor", factors),
+                trained,
+                factor=factor,
+                attention_factor=options.get("attention_factor"),
+            )
         case "llama3":
             return Llama3(needed("factor"), needed("low_freq_factor"), needed("high_freq_factor"), trained)
-    raise bad_value("config.json: rope_type", expected="default, linear, dynamic, yarn, longrope or llama3",
-                    received=short(kind), remedy=WATCH)  # fmt: skip
+    raise bad_value(
+        "config.json: rope_type",
+        expected="default, linear, dynamic, yarn, longrope or llama3",
+        received=short(kind),
+        remedy=WATCH,
+    )
 
 
 def _windows(settings: Settings, fields: Fields) -> Fields:
@@ -239,12 +260,19 @@ def _windows(settings: Settings, fields: Fields) -> Fields:
     if settings.get("layer_types") is not None:
         kinds = settings["layer_types"]
         if not isinstance(kinds, (list, tuple)) or len(kinds) != layers:
-            raise bad_value("config.json: layer_types", expected=f"one for each of {layers} layers",
-                            received=len(kinds) if isinstance(kinds, (list, tuple)) else short(kinds))  # fmt: skip
+            raise bad_value(
+                "config.json: layer_types",
+                expected=f"one for each of {layers} layers",
+                received=len(kinds) if isinstance(kinds, (list, tuple)) else short(kinds),
+            )
         for kind in kinds:
             if kind not in ("sliding_attention", "full_attention"):
-                raise bad_value("config.json: layer_types", expected="sliding_attention or full_attention",
-                                received=short(kind), remedy=WATCH)  # fmt: skip
+                raise bad_value(
+                    "config.json: layer_types",
+                    expected="sliding_attention or full_attention",
+                    received=short(kind),
+                    remedy=WATCH,
+                )
         return {"windows": tuple(window if kind == "sliding_attention" else None for kind in kinds)}
     first = at("max_window_layers", default=28).read(settings, partial(integer, least=0)) if qwen else 0
     return {"windows": tuple(window if i >= first else None for i in range(layers))}
@@ -429,9 +457,12 @@ _NEOX = Family(
         ),
     },
     attention=("neox", "layers.{i}.attention."),
-    beside=(r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)", r"rotary_emb\.inv_freq",
-            r"(score|classifier|qa_outputs)\..*"),
-)  # fmt: skip
+    beside=(
+        r"layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",
+        r"rotary_emb\.inv_freq",
+        r"(score|classifier|qa_outputs)\..*",
+    ),
+)
 
 _LLAMA_FIELDS = {
     "layers": at("num_hidden_layers"),
@@ -502,6 +533,10 @@ def family_of(settings: Settings) -> Family:
     name = _ALSO.get(name, name) if isinstance(name, str) else name
     if not isinstance(name, str) or name not in FAMILIES:
         received = "no model_type" if name is None else f"model_type {short(name)}"
-        raise bad_value("config.json", expected=f"a model of one of the families {', '.join(FAMILIES)}",
-                        received=received, remedy=WATCH)  # fmt: skip
+        raise bad_value(
+            "config.json",
+            expected=f"a model of one of the families {', '.join(FAMILIES)}",
+            received=received,
+            remedy=WATCH,
+        )
     return FAMILIES[name]

@@ -20,8 +20,12 @@ __all__ = ["check_regular", "damaged", "open_regular", "open_safetensors", "pars
 
 def damaged(path: str | os.PathLike[str], why: object, *, what: str = "a whole file") -> ValueError:
     """The error for a file that cannot be what it should be."""
-    return bad_value(str(path), expected=what, received=f"one that is damaged or cut short ({why})",
-                     remedy="fetch or install it again")  # fmt: skip
+    return bad_value(
+        str(path),
+        expected=what,
+        received=f"one that is damaged or cut short ({why})",
+        remedy="fetch or install it again",
+    )
 
 
 _KINDS = {

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from regard.cache import RollingCache, together, tokens_read
 from regard.errors import bad_type, bad_value
-from regard.linear import project
-from regard.models.text import padded
+from regard.models.base import padded
+from regard.onednn import project
 
 if TYPE_CHECKING:
     from regard.models.decoder import Cache, Decoder
@@ -43,8 +43,9 @@ class Rules:
             if value is not None and not isinstance(value, kind):
                 raise bad_type(name, expected="a number" if float in kind else "an integer", received=repr(value))
         if not 0 <= self.temperature < float("inf"):
-            raise bad_value("temperature", expected="0 (the likeliest token) or a positive number",
-                            received=self.temperature)  # fmt: skip
+            raise bad_value(
+                "temperature", expected="0 (the likeliest token) or a positive number", received=self.temperature
+            )
         if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
             raise bad_value("top_k", expected="a positive integer, or None for all", received=repr(self.top_k))
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -116,12 +117,7 @@ def _prefill(model: Decoder, ids: Tensor, cache: Cache) -> Tensor:
 
 
 def stream(
-    model: Decoder,
-    text: str,
-    max_new_tokens: int | None,
-    rules: Rules,
-    stop: str | Sequence[str],
-    cache: Cache | None,
+    model: Decoder, text: str, max_new_tokens: int | None, rules: Rules, stop: str | Sequence[str], cache: Cache | None
 ) -> Iterator[str]:
     """The new text, in pieces, each as soon as it is sure. What the caller got wrong is said at once."""
     model._check_cache(cache)
@@ -131,12 +127,7 @@ def stream(
 
 
 def _stream(
-    model: Decoder,
-    rows: list[list[int]],
-    count: int | None,
-    rules: Rules,
-    stops: tuple[str, ...],
-    given: Cache | None,
+    model: Decoder, rows: list[list[int]], count: int | None, rules: Rules, stops: tuple[str, ...], given: Cache | None
 ) -> Iterator[str]:
     if count == 0:
         if given is not None:  # it holds the text all the same
@@ -184,8 +175,12 @@ def generate_batch(
 ) -> list[str]:
     """The new text of each; a row that has ended is computed on until the last one has, and not written."""
     if cache is not None:
-        raise bad_value("cache", expected="None for several texts: they end at different lengths", received="a cache",
-                        remedy="one text at a time, each with its own")  # fmt: skip
+        raise bad_value(
+            "cache",
+            expected="None for several texts: they end at different lengths",
+            received="a cache",
+            remedy="one text at a time, each with its own",
+        )
     if not isinstance(texts, Sequence) or isinstance(texts, bytes):
         raise bad_type("text", expected="a text, or a list of texts", received=type(texts).__name__)
     if max_new_tokens is None:

@@ -92,8 +92,12 @@ class GgufFile:
         self.shapes = {name: stored.shape for name, stored in self._tensors.items()}
         architecture = self.field("general.architecture", "")
         if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
-            raise bad_value(str(path), expected=f"a GGUF file of one of {', '.join(_ARCHITECTURES)}",
-                            received=short(architecture), remedy=WATCH)  # fmt: skip
+            raise bad_value(
+                str(path),
+                expected=f"a GGUF file of one of {', '.join(_ARCHITECTURES)}",
+                received=short(architecture),
+                remedy=WATCH,
+            )
         self.dtypes = dict.fromkeys(self.shapes, torch.float32)
         self.settings = self._read_settings(architecture)
         self._to_halves = self._pairs(_ARCHITECTURES[architecture][1])
@@ -114,8 +118,9 @@ class GgufFile:
         try:
             numbers = _dequantised(data, rows, kind)
         except NotImplementedError as error:
-            raise bad_value(f"{self.where}: {name}", expected="a type that gguf can dequantise",
-                            received=kind.name) from error  # fmt: skip
+            raise bad_value(
+                f"{self.where}: {name}", expected="a type that gguf can dequantise", received=kind.name
+            ) from error
         tensor = torch.from_numpy(numbers).view(stored.shape)
         if not tensor.sum(dtype=torch.float32).isfinite():
             raise damaged(Path(self.where), f"{name} holds numbers that are not finite", what="a GGUF file")
@@ -149,12 +154,14 @@ class GgufFile:
             if isinstance(settings.get(name), list):  # one per layer
                 first = settings[name][0] if settings[name] else None
                 if first is None or any(one != first for one in settings[name]):
-                    raise bad_value(f"{self.where}: {name}", expected="the same in all layers",
-                                    received=short(settings[name]))  # fmt: skip
+                    raise bad_value(
+                        f"{self.where}: {name}", expected="the same in all layers", received=short(settings[name])
+                    )
                 settings[name] = first
         if self.field(f"{architecture}.expert_count", 0):
-            raise bad_value(self.where, expected="one feed-forward part per layer", received="a mixture of experts",
-                            remedy=WATCH)  # fmt: skip
+            raise bad_value(
+                self.where, expected="one feed-forward part per layer", received="a mixture of experts", remedy=WATCH
+            )
         if "model.embed_tokens.weight" in self.shapes:
             settings.setdefault("vocab_size", self.shapes["model.embed_tokens.weight"][0])
         for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
@@ -180,19 +187,30 @@ class GgufFile:
         """How positions are turned and scaled."""
         rope: dict[str, Any] = {"rope_theta": settings.get("rope_theta", 10000.0)}
         head_dim = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
-        turned = integer(f"{self.where}: {architecture}.rope.dimension_count",
-                         self.field(f"{architecture}.rope.dimension_count", head_dim), most=head_dim)  # fmt: skip
+        turned = integer(
+            f"{self.where}: {architecture}.rope.dimension_count",
+            self.field(f"{architecture}.rope.dimension_count", head_dim),
+            most=head_dim,
+        )
         if turned != head_dim:
             rope["partial_rotary_factor"] = turned / head_dim
         kind = self.field(f"{architecture}.rope.scaling.type", "none")
         if _ROPE_FACTORS in self._tensors:
             if kind != "none":
-                raise bad_value(f"{self.where}: rope.scaling.type", expected=f"none beside the tensor {_ROPE_FACTORS}",
-                                received=repr(kind))  # fmt: skip
+                raise bad_value(
+                    f"{self.where}: rope.scaling.type",
+                    expected=f"none beside the tensor {_ROPE_FACTORS}",
+                    received=repr(kind),
+                )
             factors = tuple(self.read(_ROPE_FACTORS).tolist())  # a setting, though it lies there as a tensor
             del self._tensors[_ROPE_FACTORS], self.shapes[_ROPE_FACTORS], self.dtypes[_ROPE_FACTORS]
-            return rope | {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 1.0,
-                           "attention_factor": 1.0}  # fmt: skip
+            return rope | {
+                "rope_type": "longrope",
+                "short_factor": factors,
+                "long_factor": factors,
+                "factor": 1.0,
+                "attention_factor": 1.0,
+            }
         if kind not in ("none", "linear", "yarn"):
             raise bad_value(f"{self.where}: rope.scaling.type", expected="none, linear or yarn", received=short(kind))
         if kind != "none":
@@ -210,11 +228,19 @@ class GgufFile:
         for ours in ("beta_fast", "beta_slow"):
             if (value := self.field(f"{scaling}yarn_{ours}")) is not None:
                 rope[ours] = value
-        for name, plain in (("attn_factor", 1.0), ("yarn_attn_factor", 1.0), ("yarn_ext_factor", 1.0),
-                            ("yarn_log_multiplier", 0.0)):  # fmt: skip
+        for name, plain in (
+            ("attn_factor", 1.0),
+            ("yarn_attn_factor", 1.0),
+            ("yarn_ext_factor", 1.0),
+            ("yarn_log_multiplier", 0.0),
+        ):
             if self.field(scaling + name, plain) != plain:
-                raise bad_value(f"{self.where}: {scaling}{name}", expected=f"{plain}",
-                                received=self.field(scaling + name), remedy=WATCH)  # fmt: skip
+                raise bad_value(
+                    f"{self.where}: {scaling}{name}",
+                    expected=f"{plain}",
+                    received=self.field(scaling + name),
+                    remedy=WATCH,
+                )
 
     def _pairs(self, interleaved: bool) -> dict[str, Callable[[Tensor], Tensor]]:
         """What turns the rows of q and k into halves, by the projection's name."""
@@ -233,8 +259,10 @@ def _dequantised(data: np.ndarray, rows: int, kind: Any) -> np.ndarray:
     """Numbers from bytes. `gguf` works on 16 rows at a time, slow where they are short: it is given longer ones."""
     from gguf.quants import dequantize
 
-    together = max((n for n in range(1, min(rows, 2 * _AT_ONCE) + 1)
-                    if rows % n == 0 and n * data.size <= _AT_ONCE * rows), default=1)  # fmt: skip
+    together = max(
+        (n for n in range(1, min(rows, 2 * _AT_ONCE) + 1) if rows % n == 0 and n * data.size <= _AT_ONCE * rows),
+        default=1,
+    )
     numbers = dequantize(data.reshape(rows // together, -1), kind)
     return numbers if numbers.flags.writeable else numbers.copy()  # the file is mapped, and not ours to write
 

@@ -67,8 +67,9 @@ class UnknownTokenizer(ValueError):
 
 def _unknown(file: GgufFile, field: str, expected: str, received: object) -> UnknownTokenizer:
     remedy = "pass token ids: the model itself can run"
-    return UnknownTokenizer(bad_value(f"{file.where}: {field}", expected=expected, received=repr(received),
-                                      remedy=remedy))  # fmt: skip
+    return UnknownTokenizer(
+        bad_value(f"{file.where}: {field}", expected=expected, received=repr(received), remedy=remedy)
+    )
 
 
 def _tokenizer(file: GgufFile, kind: str, words: list[str]) -> Any:

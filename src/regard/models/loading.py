@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from regard.errors import bad_type, bad_value, is_panic, missing_extra
 from regard.layouts.base import Layout
 from regard.layouts.convert import LAYOUTS
-from regard.models import embedded
+from regard.models import packaged as embedded
 from regard.models.config import ModelConfig
 from regard.models.decoder import Decoder
 from regard.models.encoder import Encoder
@@ -150,14 +150,22 @@ def source(name: str | os.PathLike[str], *, check: bool = True) -> Source:
         path = Path(name).expanduser()
         if not os.path.exists(path):  # (which says no of a name too long for a file, where Path raises)
             near = difflib.get_close_matches(short.lower(), embedded.EMBEDDED, n=1)
-            raise bad_value("model", expected=f"one of {', '.join(embedded.EMBEDDED)}, or a folder or GGUF file",
-                            received=repr(short), remedy=f"did you mean {near[0]!r}?" if near else "")  # fmt: skip
+            raise bad_value(
+                "model",
+                expected=f"one of {', '.join(embedded.EMBEDDED)}, or a folder or GGUF file",
+                received=repr(short),
+                remedy=f"did you mean {near[0]!r}?" if near else "",
+            )
         short = path.stem if path.is_file() else path.resolve().name
     if not path.is_dir():
         check_regular(path)
         if path.suffix == ".safetensors" or path.name == "config.json":
-            raise bad_value("model", expected="a folder, or a GGUF file", received=str(path),
-                            remedy=f"the folder it is in: {str(path.parent)!r}")  # fmt: skip
+            raise bad_value(
+                "model",
+                expected="a folder, or a GGUF file",
+                received=str(path),
+                remedy=f"the folder it is in: {str(path.parent)!r}",
+            )
         file = GgufFile(path)
         family = family_of(file.settings)
         return Source(short, path, family, family.config(file.settings), file, path.stat().st_size)
@@ -266,8 +274,12 @@ def _matched(found: Source) -> tuple[Encoder | Decoder, dict[str, _Match], tuple
     """
     config, family, weights = found.config, found.family, found.weights
     if config.layers > len(weights.shapes):  # before so many are made
-        raise bad_value(str(found.path), expected=f"tensors of {config.layers} layers, as the configuration says",
-                        received=f"{len(weights.shapes)} tensors", remedy="the file is not whole")  # fmt: skip
+        raise bad_value(
+            str(found.path),
+            expected=f"tensors of {config.layers} layers, as the configuration says",
+            received=f"{len(weights.shapes)} tensors",
+            remedy="the file is not whole",
+        )
     with torch.device("meta"):
         model = (Encoder if config.kind == "encoder" else Decoder)(config, name=found.name)
     there: dict[str, str] = {}
@@ -287,21 +299,30 @@ def _matched(found: Source) -> tuple[Encoder | Decoder, dict[str, _Match], tuple
         except (ValueError, IndexError) as error:  # (an out_proj that is no matrix)
             raise ValueError(f"{found.path}: {' with '.join(match.names)}: {error}") from error
         if not (stored := weights.dtypes[match.names[0]]).is_floating_point:
-            raise bad_value(f"{found.path}: {match.names[0]}", expected="floating point numbers", received=stored,
-                            remedy="quantised weights are read from GGUF files alone")  # fmt: skip
+            raise bad_value(
+                f"{found.path}: {match.names[0]}",
+                expected="floating point numbers",
+                received=stored,
+                remedy="quantised weights are read from GGUF files alone",
+            )
         if received.shape != expected.shape:
-            raise bad_value(f"{found.path}: {match.names[0]}",
-                            expected=f"shape {_stored_shape(expected, received, shapes[match.names[0]])}, "
-                                     f"as the configuration says ({_sizes(config)})",
-                            received=tuple(shapes[match.names[0]].shape),
-                            remedy="config.json and the weights belong to different models")  # fmt: skip
+            raise bad_value(
+                f"{found.path}: {match.names[0]}",
+                expected=f"shape {_stored_shape(expected, received, shapes[match.names[0]])}, "
+                f"as the configuration says ({_sizes(config)})",
+                received=tuple(shapes[match.names[0]].shape),
+                remedy="config.json and the weights belong to different models",
+            )
         matched[key] = match
     left = {name: plain for plain, name in there.items() if name not in used}
     strange = sorted(name for name, plain in left.items() if not family.is_beside(plain))
     if strange:
-        raise bad_value(str(found.path), expected=f"only tensors of a {family.name} model with {_sizes(config)}",
-                        received=f"{len(strange)} more, such as {strange[0]!r}",
-                        remedy="config.json and the weights belong to different models")  # fmt: skip
+        raise bad_value(
+            str(found.path),
+            expected=f"only tensors of a {family.name} model with {_sizes(config)}",
+            received=f"{len(strange)} more, such as {strange[0]!r}",
+            remedy="config.json and the weights belong to different models",
+        )
     heads = (name for name, plain in left.items() if not plain.endswith(_BUFFERS))
     return model, matched, tuple(sorted(heads))
 
@@ -353,10 +374,14 @@ def _absent(found: Source, name: str, there: Mapping[str, str]) -> ValueError:
     near = difflib.get_close_matches(name, there, n=1, cutoff=0.8) or [one for one in there if one.endswith(name)]
     own = name == found.family.keys.get("head.weight")  # the head stands beside the model, and has no prefix
     wanted = repr(name) if own else f"{found.family.prefix + name!r} (or without the prefix)"
-    return bad_value(str(found.path), expected=f"the tensor {wanted}, as the configuration says "
-                     f"({_sizes(found.config)})", received="none of that name",
-                     remedy=f"the nearest is {there[near[0]]!r}" if near else "config.json and the weights belong to "
-                     "different models, or the file is not whole")  # fmt: skip
+    return bad_value(
+        str(found.path),
+        expected=f"the tensor {wanted}, as the configuration says ({_sizes(found.config)})",
+        received="none of that name",
+        remedy=f"the nearest is {there[near[0]]!r}"
+        if near
+        else "config.json and the weights belong to different models, or the file is not whole",
+    )
 
 
 def _stored_shape(expected: Tensor, received: Tensor, stored: Tensor) -> tuple[int, ...]:
@@ -369,8 +394,10 @@ def _stored_shape(expected: Tensor, received: Tensor, stored: Tensor) -> tuple[i
 def _sizes(config: ModelConfig) -> str:
     kv = config.num_kv_heads
     heads = f"{config.num_heads} heads" + (f", {kv} kv heads" if kv not in (None, config.num_heads) else "")
-    return f"{config.layers} layers, width {config.embed_dim}, {heads}, inner width {config.inner}, " \
-           f"vocabulary {config.vocabulary}"  # fmt: skip
+    return (
+        f"{config.layers} layers, width {config.embed_dim}, {heads}, inner width {config.inner}, "
+        f"vocabulary {config.vocabulary}"
+    )
 
 
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -29,9 +29,18 @@ class Weights(Protocol):
         ...
 
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-           "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-           "BOOL": torch.bool}  # fmt: skip
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 class SafetensorsFolder:
@@ -55,8 +64,12 @@ class SafetensorsFolder:
                 self.dtypes[name] = _DTYPES.get(part.get_dtype(), torch.uint8)
         for name in listed:
             if name not in self.shapes:
-                raise bad_value(str(listed[name]), expected=f"the tensor {name!r}, as the index says",
-                                received="none of that name", remedy="fetch the shards again")  # fmt: skip
+                raise bad_value(
+                    str(listed[name]),
+                    expected=f"the tensor {name!r}, as the index says",
+                    received="none of that name",
+                    remedy="fetch the shards again",
+                )
 
     @staticmethod
     def _listed(folder: Path) -> dict[str, Path]:
@@ -76,16 +89,28 @@ class SafetensorsFolder:
     @staticmethod
     def _absent(folder: Path, path: Path, *, sharded: bool) -> ValueError:
         if sharded:
-            return bad_value(str(folder), expected=f"the shard {path.name}, as the index says", received="none",
-                             remedy="fetch the shards again")  # fmt: skip
+            return bad_value(
+                str(folder),
+                expected=f"the shard {path.name}, as the index says",
+                received="none",
+                remedy="fetch the shards again",
+            )
         pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         received = f"{', '.join(pickled)}, which are pickles and can run code" if pickled else "none"
         others = sorted(p.name for p in folder.glob("*.safetensors"))
         if others:
-            return bad_value(str(folder), expected="weights in model.safetensors, whole or in shards",
-                             received=", ".join(others), remedy="rename the file if that is the model")  # fmt: skip
-        return bad_value(str(folder), expected="weights in model.safetensors, whole or in shards", received=received,
-                         remedy="save the model as safetensors" if pickled else "")  # fmt: skip
+            return bad_value(
+                str(folder),
+                expected="weights in model.safetensors, whole or in shards",
+                received=", ".join(others),
+                remedy="rename the file if that is the model",
+            )
+        return bad_value(
+            str(folder),
+            expected="weights in model.safetensors, whole or in shards",
+            received=received,
+            remedy="save the model as safetensors" if pickled else "",
+        )
 
     def read(self, name: str) -> Tensor:
         """A view of the mapped file."""

@@ -8,9 +8,9 @@ On `torch.distributed` and its own tools; `docs/scaling.md` says which when, and
 """
 
 from regard.parallel.clip import clip_grad_norm_
+from regard.parallel.collectives import Traffic, counting
 from regard.parallel.heads import shard_heads
 from regard.parallel.sequence import shard_sequence
-from regard.parallel.tokens import Tokens, gather, shard
-from regard.parallel.wire import Traffic, counting
+from regard.parallel.token_layout import Tokens, gather, shard
 
 __all__ = ["Tokens", "Traffic", "clip_grad_norm_", "counting", "gather", "shard", "shard_heads", "shard_sequence"]

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from regard import kernels
-from regard.parallel.tokens import Tokens
-from regard.parallel.whole import Whole
-from regard.parallel.wire import Ranks
+from regard.parallel.collectives import Ranks
+from regard.parallel.global_call import Whole
+from regard.parallel.token_layout import Tokens
 
 __all__ = ["attend", "heads_of", "kv_heads_of", "to_heads"]
 

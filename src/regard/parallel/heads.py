@@ -22,11 +22,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from regard.errors import bad_type, bad_value
 from regard.layer import AttentionBlock, MultiHeadAttention
-from regard.models.parts import FeedForward
-from regard.models.text import TextModel
+from regard.models.base import TextModel
+from regard.models.blocks import FeedForward
+from regard.parallel.agreement import Heads, Sequence, Sharding
 from regard.parallel.alltoall import heads_of, kv_heads_of
-from regard.parallel.sharding import Heads, Sequence, Sharding
-from regard.parallel.wire import Ranks, digest, fingerprint
+from regard.parallel.collectives import Ranks, digest, fingerprint
 from regard.positions import RelativeBias
 
 __all__ = ["shard_heads"]
@@ -102,9 +102,12 @@ def _found(module: nn.Module) -> tuple[dict[str, MultiHeadAttention], dict[str, 
         raise bad_type("module", expected="a layer or a model", received=type(module).__name__)
     layers = {name or "layer": m for name, m in module.named_modules() if isinstance(m, MultiHeadAttention)}
     if not layers:
-        raise bad_value("module", expected="a regard.MultiHeadAttention, or a model with some in it",
-                        received=type(module).__name__, remedy="regard.swap(model, split=True) puts them in the "
-                        "place of nn.MultiheadAttention")  # fmt: skip
+        raise bad_value(
+            "module",
+            expected="a regard.MultiHeadAttention, or a model with some in it",
+            received=type(module).__name__,
+            remedy="regard.swap(model, split=True) puts them in the place of nn.MultiheadAttention",
+        )
     return layers, {name: m for name, m in module.named_modules() if isinstance(m, FeedForward)}
 
 
@@ -119,13 +122,20 @@ def _check_both(name: str, layer: MultiHeadAttention, heads: Ranks | None, seque
     if heads is not None:
         here //= heads.size
         if sequence is not None and sequence.ranks.overlaps(heads.group):
-            raise bad_value(name, expected="heads and sequence over two dimensions of a mesh",
-                            received=f"{sequence.ranks.name!r} for both", remedy='init_device_mesh("cpu", (2, 2), '
-                            'mesh_dim_names=("sequence", "heads"))')  # fmt: skip
+            raise bad_value(
+                name,
+                expected="heads and sequence over two dimensions of a mesh",
+                received=f"{sequence.ranks.name!r} for both",
+                remedy='init_device_mesh("cpu", (2, 2), mesh_dim_names=("sequence", "heads"))',
+            )
     if sequence is not None and sequence.method == "alltoall" and here % sequence.ranks.size:
         size, of = sequence.ranks.size, sequence.ranks.name
-        raise bad_value(f"{name}: heads", expected=f"a multiple of the {size} ranks of {of!r}",
-                        received=here, remedy='method="ring", which takes any number')  # fmt: skip
+        raise bad_value(
+            f"{name}: heads",
+            expected=f"a multiple of the {size} ranks of {of!r}",
+            received=here,
+            remedy='method="ring", which takes any number',
+        )
 
 
 def _check(
@@ -137,8 +147,12 @@ def _check(
         if layer.spread is not None and layer.spread.heads is not None:
             raise bad_value(name, expected="a layer whose heads are not spread yet", received="one that is")
         if layer.num_heads % ranks.size:
-            raise bad_value(f"{name}: heads", expected=f"a multiple of the {ranks.size} ranks of {ranks.name!r}",
-                            received=layer.num_heads, remedy="fewer ranks, or parallel.shard_sequence")  # fmt: skip
+            raise bad_value(
+                f"{name}: heads",
+                expected=f"a multiple of the {ranks.size} ranks of {ranks.name!r}",
+                received=layer.num_heads,
+                remedy="fewer ranks, or parallel.shard_sequence",
+            )
         if layer.spread is not None:
             _check_both(name, layer, ranks, layer.spread.sequence)
         _check_linears(name, {part: getattr(layer, part) for part in ("q_proj", "k_proj", "v_proj", "out_proj")})
@@ -146,8 +160,12 @@ def _check(
         linears = {key: linear for key in ("gate", "up", "down") if (linear := getattr(part, key)) is not None}
         _check_linears(name, linears)
         if part.up.out_features % ranks.size:
-            raise bad_value(f"{name}: inner width", expected=f"a multiple of the {ranks.size} ranks of {ranks.name!r}",
-                            received=part.up.out_features, remedy="fewer ranks")  # fmt: skip
+            raise bad_value(
+                f"{name}: inner width",
+                expected=f"a multiple of the {ranks.size} ranks of {ranks.name!r}",
+                received=part.up.out_features,
+                remedy="fewer ranks",
+            )
 
 
 def _check_owners(module: nn.Module, layers: dict[str, MultiHeadAttention], parts: dict[str, FeedForward]) -> None:
@@ -160,19 +178,30 @@ def _check_owners(module: nn.Module, layers: dict[str, MultiHeadAttention], part
             owners.setdefault(parameter, set()).add(one)
     for name, one in module.named_modules():
         if one in spread and (spread.count(one) > 1 or any(len(owners[x]) > 1 for x in one.parameters(recurse=False))):
-            raise bad_value(name, expected="weights of one layer alone", received="weights that several layers share",
-                            remedy="parallel.shard_sequence, or share the whole layer")  # fmt: skip
+            raise bad_value(
+                name,
+                expected="weights of one layer alone",
+                received="weights that several layers share",
+                remedy="parallel.shard_sequence, or share the whole layer",
+            )
 
 
 def _check_linears(owner: str, linears: dict[str, nn.Module]) -> None:
     for name, linear in linears.items():
         if not isinstance(linear, nn.Linear) or not isinstance(linear.weight, Tensor):
-            raise bad_type(f"{owner}.{name}", expected="an nn.Linear, which torch can spread",
-                           received=type(linear).__name__,
-                           remedy="parallel.shard_sequence, which leaves the weights as they are")  # fmt: skip
+            raise bad_type(
+                f"{owner}.{name}",
+                expected="an nn.Linear, which torch can spread",
+                received=type(linear).__name__,
+                remedy="parallel.shard_sequence, which leaves the weights as they are",
+            )
         if isinstance(linear.weight, DTensor):
-            raise bad_value(f"{owner}.{name}", expected="a weight that is whole", received="a DTensor",
-                            remedy="shard_heads first, then fully_shard")  # fmt: skip
+            raise bad_value(
+                f"{owner}.{name}",
+                expected="a weight that is whole",
+                received="a DTensor",
+                remedy="shard_heads first, then fully_shard",
+            )
 
 
 def _plan(layer: MultiHeadAttention, ranks: Ranks) -> dict[str, ParallelStyle]:
@@ -282,7 +311,10 @@ class _SameText:
         def facts() -> dict[str, int]:
             ids = args[0] if args else kwargs.get("ids")
             module._check_ids(ids, keep)
-            return {"shape of ids": digest(tuple(ids.shape)), "tokens": digest(fingerprint(ids)),
-                    "keep": 0 if keep is None else digest(tuple(keep.shape), fingerprint(keep))}  # fmt: skip
+            return {
+                "shape of ids": digest(tuple(ids.shape)),
+                "tokens": digest(fingerprint(ids)),
+                "keep": 0 if keep is None else digest(tuple(keep.shape), fingerprint(keep)),
+            }
 
         self.ranks.agreed("model", ("shape of ids", "tokens", "keep"), facts)

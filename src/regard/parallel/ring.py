@@ -32,9 +32,9 @@ from torch.autograd.function import once_differentiable
 from regard import kernels
 from regard.kernels import Call, Kernel, blockwise, fused
 from regard.kernels.operators import new_output
-from regard.parallel.tokens import Tokens
-from regard.parallel.whole import Whole
-from regard.parallel.wire import Ranks
+from regard.parallel.collectives import Ranks
+from regard.parallel.global_call import Whole
+from regard.parallel.token_layout import Tokens
 
 __all__ = ["Route", "attend", "route"]
 

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from regard.errors import bad_type, bad_value
-from regard.models.text import TextModel
+from regard.models.base import TextModel
+from regard.parallel.agreement import Method, Sequence, Sharding
+from regard.parallel.collectives import Ranks
 from regard.parallel.heads import _check_both, _found, _settings
-from regard.parallel.sharding import Method, Sequence, Sharding
-from regard.parallel.wire import Ranks
 
 __all__ = ["shard_sequence"]
 
@@ -93,9 +93,12 @@ class _Sums:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         for one in module.modules():
             if isinstance(one, FSDPModule):
-                raise bad_value("shard_sequence", expected="sum_gradients=False under FSDP, which sums them itself",
-                                received="sum_gradients=True",
-                                remedy="fully_shard over a mesh that has the sequence's ranks in it")  # fmt: skip
+                raise bad_value(
+                    "shard_sequence",
+                    expected="sum_gradients=False under FSDP, which sums them itself",
+                    received="sum_gradients=True",
+                    remedy="fully_shard over a mesh that has the sequence's ranks in it",
+                )
         for parameter in module.parameters():
             if parameter.requires_grad and _SUMMED.get(parameter) is not self.ranks.group:
                 parameter.register_hook(self._sum)
@@ -103,8 +106,12 @@ class _Sums:
 
     def _sum(self, gradient: Tensor) -> Tensor:
         if gradient.is_sparse:
-            raise bad_type("gradient", expected="a dense one", received="a sparse one",
-                           remedy="nn.Embedding(sparse=False), or sum_gradients=False")  # fmt: skip
+            raise bad_type(
+                "gradient",
+                expected="a dense one",
+                received="a sparse one",
+                remedy="nn.Embedding(sparse=False), or sum_gradients=False",
+            )
         if not isinstance(gradient, DTensor):
             return self.ranks.summed(gradient.clone())
         local = self.ranks.summed(gradient.to_local().clone())

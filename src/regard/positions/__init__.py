@@ -1,7 +1,9 @@
 """Where a token is: `Rotary` turns queries and keys by it, `Alibi` and `RelativeBias` add to the scores."""
 
 from regard.positions.bias import Alibi, Bias, DenseBias, RelativeBias, Saturated, as_biases
-from regard.positions.rotary import DynamicNTK, Linear, Llama3, LongRoPE, Rotary, YaRN, rotate
+from regard.positions.rotary import DynamicNTK, LinearScaling, Llama3, LongRoPE, Rotary, YaRN, rotate
+
+Linear = LinearScaling  # its name up to 0.1
 
 __all__ = [
     "Alibi",
@@ -9,6 +11,7 @@ __all__ = [
     "DenseBias",
     "DynamicNTK",
     "Linear",
+    "LinearScaling",
     "Llama3",
     "LongRoPE",
     "RelativeBias",

@@ -29,7 +29,7 @@ from torch.autograd import forward_ad
 
 from regard.errors import bad_type, bad_value, shape_of
 
-__all__ = ["DynamicNTK", "Linear", "Llama3", "LongRoPE", "Rotary", "Scaling", "YaRN", "rotate"]
+__all__ = ["DynamicNTK", "LinearScaling", "Llama3", "LongRoPE", "Rotary", "Scaling", "YaRN", "rotate"]
 
 # From this many numbers on, memory is what a rotation waits for, and `_InPlace` is worth its cost per call.
 _LARGE = 1 << 17
@@ -199,7 +199,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class Linear(Scaling):
+class LinearScaling(Scaling):
     """Position interpolation: position p is treated as p / factor.
 
     >>> Rotary(4, base=100.0, scaling=Linear(4.0)).frequencies().tolist()  # 1 and 0.1, divided by 4
@@ -455,7 +455,7 @@ class Rotary(nn.Module):
         base: the slowest pair turns once in about 2 pi * base positions.
         width: R, how many of the D widths are rotated, the first ones; even. By default all of them.
         interleaved: pairs (2i, 2i + 1) instead of the halves (i, i + R/2).
-        scaling: for texts longer than the trained ones: `Linear`, `DynamicNTK`, `YaRN`, `LongRoPE`, `Llama3`.
+        scaling: for texts longer than the trained ones: `LinearScaling`, `DynamicNTK`, `YaRN`, `LongRoPE`, `Llama3`.
 
     Raises:
         ValueError: for an odd width, one larger than the head, or a scaling that does not fit it.

@@ -1,20 +1,20 @@
 """The page, live on this machine: type a text, pick a model, see it; zoom in, and exact weights are computed.
 
     browser
-     │  door.py       a socket; connections have deadlines, and there are only so many
+     │  server.py     a socket; connections have deadlines, and there are only so many
      ▼
     bytes
      │  guard.py      who may ask: our own page, under our own name
      ▼
     request
-     │  web.py        the routes; asking.py checks what is asked for
+     │  routes.py     the routes; requests.py checks what is asked for
      ▼
     Ask
      │  jobs.py       a queue, one thread that computes, results that are kept for a while
      ▼
     Job
-     │  shelf.py      the models that may be asked for, loaded on first use
-     │  looking.py    what a model sees in a text, as the page wants it; exact crops
+     │  model_registry.py  the models that may be asked for, loaded on first use
+     │  results.py    what a model sees in a text, as the page wants it; exact crops
      ▼
     Result
 
@@ -29,8 +29,8 @@ import webbrowser
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from regard.serve.asking import Limits
-from regard.serve.shelf import DEFAULT, Shelf
+from regard.serve.model_registry import DEFAULT, Shelf
+from regard.serve.requests import Limits
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -59,25 +59,25 @@ def serve(
         open_browser: whether to open the page in the browser.
         limits: how much may be asked for, and how much is kept.
     """
-    from regard.serve import door  # brings uvicorn
+    from regard.serve import server  # brings uvicorn
 
-    with door.bound(host, port) as listening:
+    with server.bound(host, port) as listening:
         port = listening.getsockname()[1]
         app = application(models, host=host, port=port, limits=limits)
-        address = door.address(host, port)
+        address = server.address(host, port)
         print(f"regard: {address} (Ctrl-C ends it)", flush=True)
-        if not door.is_loopback(listening):
+        if not server.is_loopback(listening):
             print("regard: everyone who can reach this machine can use it", file=sys.stderr, flush=True)
         if open_browser:  # (some browsers return only when they are closed)
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
-        door.run(app, listening)
+        server.run(app, listening)
 
 
 def application(
     models: Models = DEFAULT, *, host: str = "127.0.0.1", port: int = 8808, limits: Limits | None = None
 ) -> Starlette:
     """What `serve` serves, for a server of your own. It answers under the names of `host` and `port` alone."""
-    from regard.serve import web  # brings starlette
+    from regard.serve import routes  # brings starlette
 
     limits = limits or Limits()
-    return web.application(Shelf(models, limits.models), limits, host, port)
+    return routes.application(Shelf(models, limits.models), limits, host, port)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from regard.errors import bad_value, printable
-from regard.serve.asking import Ask, Limits, Refused
-from regard.serve.looking import Result, looked
-from regard.serve.shelf import Shelf
+from regard.serve.model_registry import Shelf
+from regard.serve.requests import Ask, Limits, Refused
+from regard.serve.results import Result, looked
 
 __all__ = ["Job", "Jobs"]
 
@@ -86,9 +86,16 @@ class Jobs:
         with self.changed:
             self._tidy()
             if len(self.waiting) >= self.limits.waiting or self.closed:
-                raise Refused(503, bad_value("queue", expected=f"fewer than {self.limits.waiting} texts that wait",
-                                             received=len(self.waiting), remedy="try again in a few seconds"),
-                              **{"retry-after": "5"})  # fmt: skip
+                raise Refused(
+                    503,
+                    bad_value(
+                        "queue",
+                        expected=f"fewer than {self.limits.waiting} texts that wait",
+                        received=len(self.waiting),
+                        remedy="try again in a few seconds",
+                    ),
+                    **{"retry-after": "5"},
+                )
             job = Job(ask, pinned)
             self.known[job.id] = job
             self.waiting.append(job)
@@ -104,8 +111,15 @@ class Jobs:
             self._tidy()
             job = self.known.get(name)
             if job is None:
-                raise Refused(404, bad_value("job", expected="one that is known", received="another, or one that was "
-                                             "forgotten", remedy="look again"))  # fmt: skip
+                raise Refused(
+                    404,
+                    bad_value(
+                        "job",
+                        expected="one that is known",
+                        received="another, or one that was forgotten",
+                        remedy="look again",
+                    ),
+                )
             job.asked = time.monotonic()
             if job.id in self.kept:
                 self.kept.move_to_end(job.id)
@@ -120,8 +134,15 @@ class Jobs:
         if job.state != "done":
             raise Refused(409, bad_value("job", expected="one that is done", received=f"one that is {job.state}"))
         if job.result is None:
-            raise Refused(410, bad_value("job", expected="a result that is still kept", received="one that was "
-                                         "forgotten", remedy="look again"))  # fmt: skip
+            raise Refused(
+                410,
+                bad_value(
+                    "job",
+                    expected="a result that is still kept",
+                    received="one that was forgotten",
+                    remedy="look again",
+                ),
+            )
         return job.result
 
     def stop(self, name: str) -> Job:

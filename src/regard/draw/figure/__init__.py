@@ -13,9 +13,9 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regard.draw.figure.kinds import KINDS
-from regard.draw.figure.paper import Letters, write
-from regard.draw.figure.parts import Order, names_of
+from regard.draw.figure.canvas import Letters, write
+from regard.draw.figure.elements import Order, names_of
+from regard.draw.figure.plots import KINDS
 from regard.draw.scene import Panel, Scene
 from regard.errors import bad_type, bad_value, missing_extra
 from regard.heads import Record

@@ -22,8 +22,23 @@ from regard.heads import Record
 __all__ = ["document", "notebook", "page", "policy", "scenes"]
 
 # In this order: a file may use what stands in those before it.
-SCRIPTS = ("dom", "data", "colour", "state", "picture", "map", "links", "view_model", "view_head", "view_flow",
-           "view_table", "view_compare", "save", "live", "main")  # fmt: skip
+SCRIPTS = (
+    "dom",
+    "data",
+    "colour",
+    "state",
+    "picture",
+    "map",
+    "links",
+    "view_model",
+    "view_head",
+    "view_flow",
+    "view_table",
+    "view_compare",
+    "save",
+    "live",
+    "main",
+)
 LIMIT = 15_000_000
 IN_NOTEBOOKS = 4_000_000  # bytes: notebooks are saved with what they show
 HEIGHT = 780  # pixels, in notebooks
@@ -103,8 +118,12 @@ def scenes(seen: Record | Mapping[str, Record], tokens: Any = None, item: int = 
     if isinstance(seen, Record):
         return {"text": Scene(seen, tokens, item=item)}
     if not isinstance(seen, Mapping) or not seen or not all(isinstance(one, Record) for one in seen.values()):
-        raise bad_type("seen", expected="a record, or a mapping of names to records", received=type(seen).__name__,
-                       remedy="what `regard.watch` gives")  # fmt: skip
+        raise bad_type(
+            "seen",
+            expected="a record, or a mapping of names to records",
+            received=type(seen).__name__,
+            remedy="what `regard.watch` gives",
+        )
     named = isinstance(tokens, Mapping)
     if named and set(tokens) != set(seen):
         raise bad_value(
@@ -122,9 +141,13 @@ def document(content: Packed, *, live: Mapping[str, Any] | None = None) -> str:
         for name, data in content.blobs.items()
     ]
     return Template(_read("index.html")).substitute(
-        policy=policy(live is not None), title=_proper(html.escape(content.meta["title"] or "regard")), style=_style(),
-        meta=as_json(meta), blobs="\n".join(blobs), script=_script()
-    )  # fmt: skip
+        policy=policy(live is not None),
+        title=_proper(html.escape(content.meta["title"] or "regard")),
+        style=_style(),
+        meta=as_json(meta),
+        blobs="\n".join(blobs),
+        script=_script(),
+    )
 
 
 def policy(live: bool = False) -> str:

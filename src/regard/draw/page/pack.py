@@ -20,7 +20,7 @@ from torch import Tensor
 
 from regard.draw.labels import Labels
 from regard.draw.scene import Panel, Scene
-from regard.heads.table import scalars
+from regard.heads.record.table import scalars
 
 __all__ = ["Packed", "Plan", "codes", "decoded", "packed", "plan", "step"]
 
@@ -121,10 +121,14 @@ def _text(labels: Labels) -> dict[str, Any]:
 def _layer(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
     n, m = panel.shape
     said: dict[str, Any] = {
-        "name": panel.name, "kind": panel.layer.kind, "heads": panel.heads, "n": n, "m": m,
+        "name": panel.name,
+        "kind": panel.layer.kind,
+        "heads": panel.heads,
+        "n": n,
+        "m": m,
         "measures": {name: _rounded(value) for name, value in panel.measures.items()},
         "roles": [_role(one) for one in panel.roles],
-    }  # fmt: skip
+    }
     if panel.layer.uniform is not None:
         said["baseline"] = {name: _rounded(value)[0] for name, value in scalars(panel.layer.uniform).items()}
     if panel.layer.has("offsets"):
@@ -167,8 +171,13 @@ def _links(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
 def _role(one: Any) -> dict[str, Any] | None:
     if one.role is None:
         return None
-    return {"role": one.role, "score": _round(one.score), "baseline": _round(one.baseline), "least": _round(one.least),
-            "also": one.also}  # fmt: skip
+    return {
+        "role": one.role,
+        "score": _round(one.score),
+        "baseline": _round(one.baseline),
+        "least": _round(one.least),
+        "also": one.also,
+    }
 
 
 def _where(cells: Tensor, n: int, m: int, crops: int = CROPS) -> Iterator[tuple[int, int]]:

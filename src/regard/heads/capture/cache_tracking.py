@@ -1,0 +1,222 @@
+"""Where an attention belongs: the name of its layer, and whether it goes on with the text that the layer had.
+
+A cached call goes on where the key before its new ones is the last key that was seen, bit for bit. That holds for
+caches that grow, that are of fixed size and that slide. Attention by hand is known by its values. Beam search is known
+by it too: every key is there, but at another text; and so is a cache that was cut: the key is one before the last.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.errors import bad_value
+from regard.heads.capture.flex import FlexBias, FlexMask
+from regard.heads.capture.observed import ObservedCall
+from regard.kernels import Call
+from regard.masks import Keep, conjuncts
+from regard.positions import Bias, DenseBias
+
+__all__ = ["Place", "SequenceTracker", "trimmed"]
+
+RECENT = 64  # keys that are remembered: the last, and those behind which a cache may have been cut
+
+
+class Place(NamedTuple):
+    """The layer's name; whether the attention goes on with its text, or reads it again one token further; and how many
+    tokens the text has by now."""
+
+    name: str
+    goes_on: bool
+    again: bool
+    total: int
+
+
+@dataclass
+class _Trail:
+    """What a layer's text is known by."""
+
+    kind: str
+    shape: tuple[int, int]  # (B, H)
+    total: int
+    cache: Any = None
+    last_keys: Tensor | None = None  # (..., RECENT, D) at most
+    first_key: Tensor | None = None  # (..., D)
+    ids: Tensor | None = None
+
+
+class SequenceTracker:
+    """Follows all layers of a model. Where `strict`, what cannot be one text is refused; else it goes on as if."""
+
+    def __init__(self, strict: bool = True) -> None:
+        self.strict = strict
+        self.rereads = True  # whether a text that begins as the last one does is the last one, read again
+        self.trails: dict[str, _Trail] = {}
+        self.forward = -1
+        self.counts: dict[str, int] = {}  # attentions of each module within this outermost call
+        self.continued = False  # whether self attention went on in this outermost call
+        self.again: bool | None = None  # whether this outermost call reads a text again: the first layer that can tells
+        self._before: tuple[int, dict[str, _Trail]] = (-1, {})
+
+    def place(self, attention: ObservedCall) -> Place:
+        """Find the place of the next attention, which `trimmed` has gone over."""
+        if self.forward != attention.forward:
+            self.forward, self.counts, self.continued, self.again = attention.forward, {}, False, None
+            self._before = self.forward, dict(self.trails)
+        base, (batch, heads, n, m) = attention.layer, attention.shape
+        number = self.counts.get(base, 0)
+        # Within one outermost call a module may be called again: to go on with a cache, or as another layer.
+        for k in range(number, -1, -1):
+            trail = self.trails.get(_named(base, k))
+            if trail is not None and self._goes_on(_named(base, k), trail, attention):
+                self.counts[base] = max(number, k + 1)
+                total = trail.total + (n if attention.kind == "self" else 0)
+                self.trails[_named(base, k)] = self._trail(attention, total, copy(trail))
+                return Place(_named(base, k), True, False, total)
+        self.counts[base] = number + 1
+        name = _named(base, number)
+        again = self.rereads and name in self.trails and self._reads_again(self.trails[name], attention)
+        total = m if attention.numbers is None else int(attention.numbers[-1]) + 1
+        trail = _Trail(attention.kind, (batch, heads), total, attention.cache)
+        self.trails[name] = self._trail(attention, total, trail)
+        return Place(name, False, again, total)
+
+    def failed(self, forward: int) -> None:
+        """An outermost call raised: what it read does not count."""
+        if self._before[0] == forward:
+            self.trails = self._before[1]
+
+    def _reads_again(self, trail: _Trail, attention: ObservedCall) -> bool:
+        """Whether a causal model reads the same text once more, one token further: generation without a cache. All
+        layers of one call read the same text, and what comes of it in the later ones is rounded in other ways."""
+        _, _, n, m = attention.shape
+        if attention.kind != "self" or n != m or m != trail.total + 1 or trail.shape != attention.shape[:2]:
+            return False
+        if self.again is None:
+            self.again = _reads_again(trail, attention)
+        return self.again
+
+    def _trail(self, attention: ObservedCall, total: int, trail: _Trail) -> _Trail:
+        n, m = attention.shape[2:]
+        trail.total, trail.ids, keys = total, attention.ids, attention.keys
+        if keys is not None and m and attention.cache is None:
+            new = keys[..., max(m - n, m - RECENT) :, :]
+            if trail.last_keys is not None and n < RECENT:
+                new = torch.cat([trail.last_keys[..., n - RECENT :, :], new], -2)
+            trail.last_keys, trail.first_key = new.clone(), keys[..., 0, :].clone()
+        return trail
+
+    def _goes_on(self, name: str, trail: _Trail, attention: ObservedCall) -> bool:
+        """Whether the keys of an attention extend those that a layer has seen."""
+        batch, heads, n, m = attention.shape
+        if trail.kind != attention.kind or trail.shape != (batch, heads):
+            return False
+        if attention.kind == "cross":
+            first = None if attention.keys is None or not m else attention.keys[..., 0, :]
+            return self.continued and trail.total == m and _same(first, trail.first_key)
+        if n >= m:
+            return False
+        if attention.cache is not None or trail.cache is not None:  # which turns its keys anew each time
+            numbers = attention.numbers
+            goes_on = attention.cache is trail.cache and numbers is not None
+            goes_on = goes_on and int(numbers[-1]) + 1 == trail.total + n  # type: ignore[index]
+        else:
+            before = None if attention.keys is None else attention.keys[..., m - n - 1, :]
+            if before is None or trail.last_keys is None:
+                return False
+            goes_on = _same(before, trail.last_keys[..., -1, :])
+            if not goes_on:
+                why = _other_than_added(before, trail.last_keys)
+                if why is not None and self.strict:
+                    raise bad_value(
+                        name,
+                        expected="a cache that is added to",
+                        received=why,
+                        remedy="generate in a plain way, or look at model(ids) on the text that came out",
+                    )
+                goes_on = why is not None
+        self.continued |= goes_on
+        return goes_on
+
+
+def _named(base: str, number: int) -> str:
+    return f"{base}#{number}" if number else base
+
+
+def _other_than_added(before: Tensor, last_keys: Tensor) -> str | None:
+    """In words, how a cache goes on in another way than by adding to it: that cannot be one text."""
+    if before.shape != last_keys.shape[:-2] + last_keys.shape[-1:]:
+        return None
+    same = (before[:, None] == last_keys[None, ..., -1, :]).flatten(2).all(-1)  # (texts now, texts before)
+    if same.any(1).all():
+        return "one whose texts changed places, as in beam search (num_beams > 1)"
+    if (before[..., None, :] == last_keys[..., :-1, :]).movedim(-2, 0).flatten(1).all(1).any():
+        return "one that was cut, as in assisted generation and prompt lookup"
+    return None
+
+
+def _reads_again(trail: _Trail, attention: ObservedCall) -> bool:
+    """Whether a text begins with the one before, and causal attention reads it; by its ids, or else by its keys."""
+    call, ids, m = attention.call, attention.ids, attention.shape[3]
+    known = trail.ids is not None and ids is not None and ids[:, :-1].shape == trail.ids.shape
+    if known and not torch.equal(ids[:, :-1], trail.ids):  # type: ignore[index,arg-type]
+        return False
+    if call is None:
+        return known
+    if call.mask is None or (trail.last_keys is None and not known):
+        return False
+    if not known:
+        rounding = max(1e-3, 4 * torch.finfo(call.k.dtype).eps)  # other sizes round otherwise
+        last = trail.last_keys[..., -1, :]  # type: ignore[index]
+        if not torch.allclose(call.k[:, :, m - 2], last, rtol=rounding, atol=rounding / 10):
+            return False
+    return not call.mask.block(call.tile(slice(None), slice(0, 1), slice(m - 1, m))).any()
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.shape == b.shape and torch.equal(a, b)
+
+
+def trimmed(attention: ObservedCall) -> ObservedCall:
+    """Without the last keys, if no query may see them: a cache of fixed size is longer than the text."""
+    _, _, n, m = attention.shape
+    call = attention.call
+    if attention.kind != "self" or n >= m or attention.cache is not None:
+        return attention
+    if call is None:
+        assert attention.weights is not None
+        last = _last(attention.weights != 0)
+        if last == m or last < n:
+            return attention
+        values = None if attention.values is None else attention.values[..., :last, :]
+        return replace(attention, weights=attention.weights[..., :last], values=values)
+    if call.mask is None or call.key_positions is not None or call.q_start != m - n:
+        return attention
+    if not any(isinstance(part, (Keep, FlexMask)) for part in conjuncts(call.mask)):
+        return attention  # a cache of fixed size comes with a tensor that says how far it is filled
+    visible = call.mask.block(call.whole())  # (1|B, 1|H, 1|N, 1|M)
+    last = _last(visible.expand(*visible.shape[:3], m))
+    return attention if last == m or last < n else replace(attention, call=_first_keys(call, visible, last))
+
+
+def _last(used: Tensor) -> int:
+    """How many columns there are up to the last that is used; all, if none is."""
+    columns = used.flatten(0, -2).any(0).nonzero()
+    return int(columns.max()) + 1 if columns.numel() else used.shape[-1]
+
+
+def _first_keys(call: Call, visible: Tensor, count: int) -> Call:
+    """The same call with its first keys alone; the last query stands at the last of them."""
+    start = count - call.shape[2]
+    biases: list[Bias] = []
+    for one in call.biases:
+        if isinstance(one, DenseBias) and one.weight.shape[3] > 1:
+            one = DenseBias(one.weight[..., :count])
+        biases.append(one.starting(start) if isinstance(one, FlexBias) else one)
+    mask = Keep(visible[..., :count])
+    k, v = call.k[:, :, :count], call.v[:, :, :count]
+    return replace(call, k=k, v=v, mask=mask, biases=tuple(biases), q_start=start)

@@ -1,0 +1,334 @@
+"""Which module is running: the stack of forward calls below a root, by hooks.
+
+A layer is named by the module whose forward computes the attention. Where one module is called several times within one
+forward of the root (ALBERT), its k-th call, counted from 0, is `name#k`; the first keeps the plain name.
+
+Hooks stay with the modules that they were put on: a copy or a pickle of a module that is made meanwhile has none.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Frame", "ModuleStack"]
+
+# Arguments by which modules are handed what they attend to, if it is not their own input.
+_OTHERS = (
+    "encoder_hidden_states",
+    "key_value_states",
+    "cross_attention_states",
+    "memory",
+    "context",
+    "key",
+    "source",
+    "y",
+    "kv",
+    "keys",
+    "x_kv",
+    "key_value",
+    "enc_output",
+    "encoder_out",
+    "encoder_output",
+    "other",
+)
+_NOT_TOKENS = ("mask", "pos", "type", "label", "length", "cache", "index", "indices", "seg", "doc", "seq", "step")
+
+
+@dataclass
+class Frame:
+    """One forward call in progress."""
+
+    module: nn.Module
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    parent: Frame | None = None  # the call that made this one
+    output: Any = None  # once it has ended
+    told: bool = False  # whether it, or one that it made, computed attention that was told of, or named as not seen
+    unseen: bool = False  # whether it computed attention that could not be read
+    changed: bool = False  # whether heads of attention by hand were changed in it
+    silent: list[str] = field(default_factory=list)  # modules named for attention that it called, and that told nothing
+
+    def tell(self) -> None:
+        """Something was told of this call, and so of those around it."""
+        frame: Frame | None = self
+        while frame is not None and not frame.told:
+            frame.told, frame = True, frame.parent
+
+    def given(self, name: str) -> Any:
+        """An argument of the call by its name, wherever it stands; None where there is none."""
+        if name in self.kwargs:
+            return self.kwargs[name]
+        names = _parameters(type(self.module).forward)
+        at = names.index(name) if name in names else len(self.args)
+        return self.args[at] if at < len(self.args) else None
+
+    def named(self) -> dict[str, Any]:
+        """The arguments of the call by their names; those of `*args` by their numbers."""
+        names = _parameters(type(self.module).forward)
+        names += tuple(f"*{i}" for i in range(len(names), len(self.args)))
+        return dict(zip(names, self.args, strict=False)) | self.kwargs
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """What the first floating-point input of three axes says of tokens: (B, N) or (N, B). Where there is none, an
+        image (B, C, ..., ...) or (B, ..., ..., C): as many tokens as it has pixels."""
+        given = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+        for x in given:
+            if x.dim() == 3:
+                return [(x.shape[0], x.shape[1])]
+        for x in given:
+            if x.dim() in (4, 5) and not self.is_handed_heads():
+                return [(x.shape[0], x.shape[2:].numel()), (x.shape[0], x.shape[1:-1].numel())]
+        return []
+
+    def lengths(self) -> set[int]:
+        """How many tokens its inputs may have."""
+        found: set[int] = set()
+        for name, x in self.named().items():
+            if isinstance(x, Tensor) and x.dim() > 1 and "mask" not in name and "bias" not in name:
+                found |= set(x.shape[:-1]) if x.is_floating_point() else {x.shape[-1]}
+                found |= {x.shape[2:].numel(), x.shape[1:-1].numel()} if x.dim() > 3 else set()
+        return found
+
+    def input(self, batch: int, length: int) -> Tensor | None:
+        """The first floating-point input (batch, length, W); of the call around it, if this is handed heads."""
+        for value in (*self.args, *self.kwargs.values()):
+            if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:-1] == (batch, length):
+                return value.detach()
+        return self.parent.input(batch, length) if self.parent is not None and self.is_handed_heads() else None
+
+    def looks_elsewhere(self) -> bool | None:
+        """Whether this is cross attention, by the arguments of the call; None where they do not tell."""
+        names = _parameters(type(self.module).forward)
+        first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
+        known = [name for name in _OTHERS if name in names]
+        if not known:
+            return None
+        others = [other for name in known if isinstance(other := self.given(name), Tensor)]
+        return any(not same_input(first, other) for other in others)
+
+    def is_handed_heads(self) -> bool:
+        """Whether its inputs are queries, keys and values of heads: it knows nothing of where they come from."""
+        given = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
+        return sum(x.dim() == 4 for x in given) >= 3
+
+    def token_ids(self) -> list[Tensor]:
+        """Integer inputs (B, n) that may be token ids."""
+        return [x for name, x in self.named().items() if _is_ids(x) and not any(word in name for word in _NOT_TOKENS)]
+
+
+def same_input(a: object, b: object) -> bool:
+    """Whether two inputs are one, or hold the same: what looks at itself may be handed itself twice."""
+    if a is b:
+        return True
+    both = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+    return both and torch.equal(a, b)  # type: ignore[arg-type]
+
+
+def _is_ids(x: object) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 2 and x.dtype in (torch.int64, torch.int32)
+
+
+def in_backward() -> bool:
+    """Whether autograd is at work: what runs then has run before."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a forward's parameters, without self."""
+    if forward not in _SIGNATURES:
+        _SIGNATURES[forward] = tuple(inspect.signature(forward).parameters)[1:]
+    return _SIGNATURES[forward]
+
+
+_SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {}
+
+
+@dataclass
+class ModuleStack:
+    """The forward calls in progress below `root`, outermost first. Only those of the thread that made this count."""
+
+    root: nn.Module
+    stack: list[Frame] = field(default_factory=list)
+    forwards: int = 0  # outermost calls so far
+    elsewhere: bool = False  # whether another thread ran the model
+    on_enter: Callable[[Frame], None] | None = None
+    on_exit: Callable[[Frame, Any], None] | None = None  # with what it returned, if it did
+    on_failure: Callable[[], None] | None = None  # an outermost call raised
+    # A module was entered or left in another thread, in the middle of a call of this one: those in progress there.
+    on_elsewhere: Callable[[list[str]], None] | None = None
+
+    def __post_init__(self) -> None:
+        self.modules = [module for _, module in self.root.named_modules()]
+        # By their tables of hooks, which the replicas of `nn.DataParallel` share with the module that they are made of.
+        self.names = {id(m._forward_hooks): name or type(m).__name__ for name, m in self.root.named_modules()}
+        self.thread = 0
+        self.handles: list[Any] = []
+        self.entered: set[str] = set()  # names of the modules that were called
+        self.others = threading.local()  # `names`: the modules in progress in another thread
+
+    def install(self) -> None:
+        """Hook into every module below the root that can be; of this thread's calls."""
+        self.thread = threading.get_ident()
+        for module in self.modules:
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # compiled for good: nothing can be seen inside
+            self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(self._leave, always_call=True))
+            _keep_hooks_out_of_copies(module)
+
+    def remove(self) -> None:
+        """Take the hooks out again."""
+        for handle in self.handles:
+            handle.remove()
+        for module in self.modules if self.handles else ():
+            _let_copies_be(module)
+        self.handles.clear()
+        self.stack.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleStack:
+        """Of a copied module that brought its hooks with it, in a way of its own: they do nothing there."""
+        return ModuleStack(nn.Identity())
+
+    def __reduce__(self) -> Any:
+        return ModuleStack, (nn.Identity(),)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = self.names.get(id(module._forward_hooks))
+        if name is None:  # a copy
+            return
+        if threading.get_ident() != self.thread:
+            self.elsewhere = True
+            self._elsewhere(name, entered=True)
+            return
+        if in_backward():
+            return
+        if module is self.root:
+            self.stack.clear()  # what an interrupt left behind
+        if not self.stack:
+            self.forwards += 1
+        parent = self.stack[-1] if self.stack else None
+        self.entered.add(name)
+        self.stack.append(Frame(module, name, args, kwargs, parent))
+        if self.on_enter is not None:
+            self.on_enter(self.stack[-1])
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        name = self.names.get(id(module._forward_hooks))
+        if name is None:
+            return
+        if threading.get_ident() != self.thread:
+            self._elsewhere(name, entered=False)
+            return
+        if in_backward():
+            return
+        raised = output is None and sys.exc_info()[0] is not None
+        # A module that raised before its hooks ran leaves its frame behind: drop everything above the one that ends.
+        while self.stack:
+            frame = self.stack.pop()
+            if frame.module is module:
+                frame.output = output
+            if self.on_exit is not None:
+                self.on_exit(frame, output if frame.module is module else None)
+            if frame.module is module:
+                break
+        if raised and not self.stack and self.on_failure is not None:
+            self.on_failure()
+
+    def _elsewhere(self, name: str, entered: bool) -> None:
+        """Another thread runs a part of the model while this one runs the whole. (A call of the whole is its own.)"""
+        names: list[str] = self.others.__dict__.setdefault("names", [])
+        if entered and not names and (not self.stack or name == self.names[id(self.root._forward_hooks)]):
+            return
+        if entered:
+            names.append(name)
+        elif name in names:
+            del names[len(names) - 1 - names[::-1].index(name) :]
+        else:
+            return
+        if self.on_elsewhere is not None:
+            self.on_elsewhere(names)
+
+    def current(self, module: nn.Module | None = None) -> Frame | None:
+        """The innermost call in progress, or that of a module; None outside the root, in another thread, and where a
+        checkpointed layer is computed once more for the backward pass."""
+        if threading.get_ident() != self.thread or in_backward():
+            return None
+        for frame in reversed(self.stack):
+            if module is None or frame.module is module:
+                return frame
+        return None
+
+    def scripted(self) -> list[tuple[str, torch.jit.ScriptModule]]:
+        """The outermost modules of torch.jit, by name, in modules that were called: into them nobody sees."""
+        found: list[tuple[str, torch.jit.ScriptModule]] = []
+        for name, module in self.root.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule) or any(name.startswith(f"{one}.") for one, _ in found):
+                continue
+            around = name.rpartition(".")[0]
+            while around and isinstance(self.root.get_submodule(around), (nn.ModuleList, nn.ModuleDict)):
+                around = around.rpartition(".")[0]
+            if (around or type(self.root).__name__) in self.entered:
+                found.append((name, module))
+        return found
+
+    def sizes(self) -> list[tuple[int, int]]:
+        """What the inputs of the calls in progress say of (B, N), innermost first."""
+        return [size for frame in reversed(self.stack) for size in frame.sizes]
+
+    def ids(self, batch: int, length: int, sure: bool = False) -> Tensor | None:
+        """Token ids (1|B, length) among the inputs of the calls in progress, innermost first; where it has to be
+        `sure`, of calls that are handed one kind of ids alone."""
+        for frame in reversed(self.stack):
+            given = frame.token_ids()
+            for ids in given if len(given) < 2 or not sure else ():
+                if ids.shape[0] in (1, batch) and ids.shape[1] == length:
+                    return ids.detach().to(torch.int64)
+        return None
+
+
+# Hooks of ours in copies: modules are copied and pickled by their state, which for the duration is asked of us.
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_ABOUT_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+def _keep_hooks_out_of_copies(module: nn.Module) -> None:
+    kind = type(module)
+    by_state = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
+    if by_state and not hasattr(kind, "__deepcopy__"):
+        module.__dict__["__getstate__"] = partial(_state_without_hooks, module)
+
+
+def _let_copies_be(module: nn.Module) -> None:
+    """The last of our hooks is gone: a module's state is its own again."""
+    if not any(_is_ours(hook) for name in _HOOKS for hook in module.__dict__[name].values()):
+        module.__dict__.pop("__getstate__", None)
+
+
+def _is_ours(hook: object) -> bool:
+    return isinstance(getattr(hook, "__self__", None), ModuleStack)
+
+
+def _state_without_hooks(module: nn.Module) -> Any:
+    own = getattr(type(module), "__getstate__", None)
+    state = module.__dict__ if own is None or own is getattr(object, "__getstate__", None) else own(module)
+    if not isinstance(state, dict):
+        return state
+    state = {name: value for name, value in state.items() if name != "__getstate__"}
+    ours = {number for name in _HOOKS for number, hook in module.__dict__[name].items() if _is_ours(hook)}
+    for name in _HOOKS + _ABOUT_HOOKS:
+        if name in state:
+            state[name] = OrderedDict((number, x) for number, x in state[name].items() if number not in ours)
+    return state

@@ -1,0 +1,1 @@
+"""Intervening: change or remove heads. Ablation, importance, attribution, pruning."""

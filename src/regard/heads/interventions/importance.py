@@ -1,0 +1,212 @@
+"""How much a model needs each head: by gradients (Michel et al. 2019), or by leaving one out after another.
+
+Letters: B batch, H query heads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from regard.errors import bad_type, bad_value
+from regard.heads.capture.observed import ObservedCall
+from regard.heads.interventions.ablate import Changes, Heads, ablate, by_layer, head_numbers, refuse_checkpoints
+from regard.heads.progress import track
+from regard.heads.record.table import PerHead, Table
+
+__all__ = ["Importance", "importance", "leave_one_out"]
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(repr=False)
+class Importance(PerHead):
+    """A number for each head: `scores[layer]` is (H,). The larger, the more the model needs it."""
+
+    examples: int
+
+    def ranked(self) -> list[tuple[str, int, float]]:
+        """(layer, head, score), the least needed first; heads that were not asked about (NaN) are left out."""
+        return sorted((row for row in self.rows() if not math.isnan(row[2])), key=lambda row: row[2])
+
+    def least(self, count: int) -> dict[str, list[int]]:
+        """The heads that are needed least, as `prune` and `ablate` take them; every layer keeps one head at least."""
+        ranked = [layer for layer, _, _ in self.ranked()]
+        most = sum(min(ranked.count(layer), len(s) - 1) for layer, s in self.scores.items())
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= most:
+            raise bad_value("count", expected=f"0 to {most} heads, for every layer keeps one", received=repr(count))
+        chosen: dict[str, list[int]] = {}
+        for layer, head, _ in self.ranked():
+            if sum(map(len, chosen.values())) == count:
+                break
+            if len(chosen.get(layer, [])) < len(self.scores[layer]) - 1:
+                chosen.setdefault(layer, []).append(head)
+        return {layer: sorted(heads) for layer, heads in chosen.items()}
+
+    def table(self) -> Table:
+        """A row for each head, the most needed first."""
+        rows = ({"layer": layer, "head": head, "importance": s} for layer, head, s in reversed(self.ranked()))
+        return Table(rows, self.scores)
+
+    def __str__(self) -> str:
+        return str(self.table())
+
+
+class _Gates(Changes):
+    """Multiplies the output of each head of each text by a gate of 1, and remembers the gates."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.gates: dict[str, list[Tensor]] = {}
+
+    def change(self, attention: ObservedCall, output: Tensor) -> Tensor:
+        refuse_checkpoints(attention.layer)
+        gate = torch.ones(output.shape[:2], dtype=output.dtype, device=output.device, requires_grad=True)  # (B, H)
+        self.gates.setdefault(attention.layer, []).append(gate)
+        return output * gate[:, :, None, None]
+
+
+def importance(
+    model: nn.Module, loss_fn: LossFunction, batches: Iterable[Any], *, normalize: bool = True, progress: bool = True
+) -> Importance:
+    """The sensitivity of the loss to each head (Michel et al. 2019): the mean over examples of |dL/dg| at a gate g = 1
+    on the head's output.
+
+    Args:
+        model: any model that `watch` can see; in evaluation, or without dropout, the answer is exact.
+        loss_fn: `loss_fn(model, batch)` gives the losses of a batch: one for each example (B,), or their mean.
+        batches: what `loss_fn` takes, one after another.
+        normalize: divide the scores of each layer by their l2 norm, as the paper does.
+        progress: a bar on a terminal.
+
+    >>> import regard
+    >>> layer = regard.MultiHeadAttention(16, num_heads=2)
+    >>> found = importance(layer, lambda model, x: model(x).square().mean((1, 2)), [torch.randn(3, 5, 16)])
+    >>> found["MultiHeadAttention"].shape, found.examples
+    (torch.Size([2]), 3)
+    """
+    sums: dict[str, Tensor] = {}
+    examples = 0
+    for batch in track(batches, "importance", progress):
+        with torch.enable_grad(), _Gates(model) as gates:
+            loss = _loss(loss_fn(model, batch))
+            if not gates.gates:
+                raise bad_value("loss_fn", expected="one that runs the model", received="no attention was computed")
+            if not loss.requires_grad:
+                raise bad_value(
+                    "loss_fn",
+                    expected="a loss with a gradient",
+                    received="one without",
+                    remedy="no `no_grad`, `detach` or `argmax` on the way to it",
+                )
+            flat = [gate for several in gates.gates.values() for gate in several]
+            grads = iter(torch.autograd.grad(loss.sum(), flat, allow_unused=True))
+        size = flat[0].shape[0]
+        for layer, several in gates.gates.items():
+            found = [torch.zeros_like(gate) if (d := next(grads)) is None else d for gate in several]
+            if len({d.shape for d in found}) > 1:
+                raise bad_value(
+                    layer, expected="one batch size within a batch", received="several calls of other sizes"
+                )
+            if loss.dim() and len(loss) != len(found[0]):
+                raise bad_value(
+                    "loss_fn",
+                    expected=f"a loss for each of the {len(found[0])} examples of {layer}",
+                    received=f"{len(loss)} losses",
+                    remedy="their mean",
+                )
+            total = torch.stack(found).sum(0).abs().sum(0).double()  # (H,)
+            # the gradient of a mean over B examples is 1 / B of each example's own
+            sums[layer] = sums.get(layer, 0) + total * (size if loss.dim() == 0 else 1)
+        examples += size
+    if not examples:
+        raise bad_value("batches", expected="one at least", received="none")
+    scores = {layer: (total / examples).float() for layer, total in sums.items()}
+    if normalize:
+        scores = {layer: s / s.norm().clamp(min=1e-20) for layer, s in scores.items()}
+    return Importance(scores, examples)
+
+
+def leave_one_out(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batches: Iterable[Any],
+    *,
+    heads: Heads | None = None,
+    progress: bool = True,
+) -> Importance:
+    """How much the mean loss over all examples rises without each head: the model is run once for each head (or each of
+    `heads`, given as to `ablate`; the others' score is NaN).
+
+    >>> import regard
+    >>> layer = regard.MultiHeadAttention(16, num_heads=2)
+    >>> leave_one_out(layer, lambda model, x: model(x).square().mean(), [torch.randn(3, 5, 16)])[0].shape
+    torch.Size([2])
+    """
+    batches = list(batches)
+    if not batches:
+        raise bad_value("batches", expected="one at least", received="none")
+    with torch.no_grad():
+        sizes: list[int] = []
+        losses: list[float] = []
+        heads_of: dict[str, int] = {}
+        for batch in batches:
+            with _Counting(model) as counting:
+                losses.append(_loss(loss_fn(model, batch)).mean().item())
+            if not counting.shapes:
+                raise bad_value("loss_fn", expected="one that runs the model", received="no attention was computed")
+            sizes.append(next(iter(counting.shapes.values()))[0])
+            heads_of |= {layer: shape[1] for layer, shape in counting.shapes.items()}
+        whole = _mean(losses, sizes)
+        scores = {layer: torch.full((count,), float("nan")) for layer, count in heads_of.items()}
+        for layer, head in track(_jobs(heads, heads_of), "leaving one out", progress):
+            with ablate(model, {layer: [head]}):
+                without = [_loss(loss_fn(model, batch)).mean().item() for batch in batches]
+            scores[layer][head] = _mean(without, sizes) - whole
+    return Importance(scores, sum(sizes))
+
+
+def _jobs(heads: Heads | None, layers: dict[str, int]) -> list[tuple[str, int]]:
+    """The heads to leave out: all, or those that were asked for, by the layers' own names."""
+    if heads is None:
+        return [(layer, head) for layer, count in layers.items() for head in range(count)]
+    names: dict[object, str] = {f"{name}#0": name for name in layers}
+    names |= {name: name for name in layers} | dict(enumerate(layers))
+    jobs: list[tuple[str, int]] = []
+    for key, which in by_layer(heads).items():
+        if key not in names or isinstance(key, bool):
+            raise bad_value("heads", expected=f"layers of the model: {', '.join(layers)}", received=repr(key))
+        layer, chosen = names[key], head_numbers(f"heads of {key!r}", which, alone=True)
+        if any(head >= layers[layer] for head in chosen):
+            raise bad_value(f"heads of {layer}", expected=f"numbers below {layers[layer]}", received=chosen)
+        jobs += [(layer, head) for head in chosen]
+    return jobs
+
+
+class _Counting(Changes):
+    """Learns how many texts and heads each layer has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def change(self, attention: ObservedCall, output: Tensor) -> Tensor:
+        self.shapes[attention.layer] = tuple(output.shape)
+        return output
+
+
+def _mean(losses: list[float], sizes: list[int]) -> float:
+    """The mean over all examples, of the means of batches."""
+    return sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
+
+
+def _loss(loss: object) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.dim() > 1 or not loss.is_floating_point():
+        received = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise bad_type("loss_fn", expected="a loss for each example (B,), or their mean", received=received)
+    return loss

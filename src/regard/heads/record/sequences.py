@@ -1,0 +1,428 @@
+"""One text as a layer saw it: pieces that continue each other, joined to one.
+
+A text may come in pieces: a prompt, then token after token from a cache. Here an attention is measured as a piece of
+its text, and what was measured of the pieces is joined, as if the whole had been read at once.
+
+Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from regard.attention import measure_call, plane_of
+from regard.heads.capture.observed import ObservedCall, Projection
+from regard.kernels import Call, reference
+from regard.masks import Causal, Documents, Keep, Padding, Prefix, Window, conjuncts
+from regard.measures import Measure, Measurements, MeasureRun, Plane, Strip, TopLinks
+from regard.measures.base import NO_TOKEN
+from regard.positions import DenseBias
+
+__all__ = [
+    "Chunk",
+    "SequenceRecord",
+    "joined",
+    "measured",
+    "padding",
+    "plus",
+    "remeasured",
+    "runs",
+    "sums",
+    "weights_of",
+]
+
+DENSE = 2**24  # pairs of a mask of one's own that may be looked at to find padding
+
+
+@dataclass
+class Chunk:
+    """One call of attention within a sequence: how many queries it has, which tokens of the whole text its keys are,
+    and what was measured."""
+
+    queries: int
+    runs: list[slice]  # of numbers
+    found: Measurements
+    padding: Tensor | None = None  # (B, 1, N) True for padding queries; None if there is no padding
+    call: Call | None = None  # with neither k nor v, if it was kept and `Text.keys` have them
+    weights: Tensor | None = None  # (B, H, N, M) if it was kept and the model wrote attention by hand
+    output: Tensor | None = None  # (B, H, N, E) if it was kept
+    input: Tensor | None = None  # (B, N, W) if it was kept and known
+    projection: Projection | None = None  # where it is known
+
+    @property
+    def numbers(self) -> Tensor:
+        """Which tokens of the whole text its keys are: (M,)"""
+        device = self.found.seen.device
+        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs or [slice(0, 0)]])
+
+    @property
+    def counted(self) -> Tensor:
+        """Which queries count in means, (B, H, N): those that see a key, but for padding."""
+        return self.found.seen if self.padding is None else self.found.seen & ~self.padding
+
+
+@dataclass
+class SequenceRecord:
+    """One sequence: pieces that continue each other."""
+
+    shape: tuple[int, int]  # (B, H)
+    pieces: list[Chunk] = field(default_factory=list)
+    total: int = 0  # keys so far, those that were dropped from a cache included
+    ids: Tensor | None = None  # (1|B, total)
+    key_padding: Tensor | None = None  # (B, total) True for padding keys; None if there is no padding
+    keys: list[Tensor] = field(default_factory=list)  # kept: (B, G, m, D), each key once
+    values: list[Tensor] = field(default_factory=list)  # kept: (B, G, m, E), each value once
+    by_key: dict[str, Tensor] = field(default_factory=dict)  # sums of all pieces so far, where there are several
+
+    def add(self, piece: Chunk, axes: dict[str, str]) -> None:
+        """One more piece. What it gave to each key is added up at once: kept by pieces it would grow by the square."""
+        self.pieces.append(piece)
+        if len(self.pieces) == 1:
+            return
+        for name in [name for name, axis in axes.items() if axis == "key" and name in piece.found.values]:
+            for one in self.pieces if len(self.pieces) == 2 else [piece]:
+                total = one.found.values[name].new_zeros(*one.found.values[name].shape[:2], self.total)
+                if name in self.by_key:
+                    total[..., : self.by_key[name].shape[-1]] = self.by_key[name]
+                total[..., one.numbers] += one.found.values[name]
+                self.by_key[name] = total
+            piece.found = replace(piece.found, values={k: v for k, v in piece.found.values.items() if k != name})
+
+    @property
+    def queries(self) -> int:
+        """N of all pieces together."""
+        return sum(piece.queries for piece in self.pieces)
+
+    @property
+    def padding(self) -> Tensor | None:
+        """True for padding queries, (B, N) of all pieces; None if there is no padding."""
+        if all(piece.padding is None for piece in self.pieces):
+            return None
+        blank = [piece.found.seen.new_zeros(self.shape[0], 1, piece.queries) for piece in self.pieces]
+        parts = [b if p.padding is None else p.padding.expand_as(b) for p, b in zip(self.pieces, blank, strict=True)]
+        return torch.cat(parts, 2)[:, 0]
+
+    def place_padding(self, attention: ObservedCall, padding: Tensor | None) -> None:
+        """Note which keys are padding, as the next piece shows it, whose padding queries (B, 1, N) are these."""
+        batch, _, n, m = attention.shape
+        if attention.kind == "cross" or (not self.pieces and n < m):
+            if not self.pieces:
+                hidden = _hidden_keys(attention)
+                self.key_padding = hidden if hidden is not None and self.total == m else None
+            return
+        if padding is None and self.key_padding is None:
+            return
+        blank = torch.zeros(batch, self.total, dtype=torch.bool, device=attention.device)
+        if self.key_padding is not None:
+            blank[:, : self.key_padding.shape[1]] = self.key_padding
+        if padding is not None:
+            blank[:, self.total - n :] = padding[:, 0]
+        self.key_padding = blank
+
+
+def padding(attention: ObservedCall) -> Tensor | None:
+    """True for padding queries, (B, 1, N): those whose own key neither they nor any token may see. None if there is no
+    padding."""
+    batch, _, n, m = attention.shape
+    if attention.kind != "self" or n > m or not n:
+        return None
+    hidden = None
+    for visible in _padding_masks(attention):
+        own = visible[..., m - n :]
+        if visible.shape[2] > 1:
+            own = visible.diagonal(m - n, 2, 3)[:, :, None]  # (1|B, 1|H, 1, N)
+            by_tokens = visible[..., m - n :] & own.any(1, keepdim=True).mT  # what queries see that see themselves
+            own = own | by_tokens.any(2, keepdim=True)
+        own = ~own.any(1)[:, 0]
+        hidden = own if hidden is None else hidden | own
+    if hidden is None or not hidden.any() or hidden.all():
+        return None
+    return hidden.expand(batch, -1)[:, None]
+
+
+def _padding_masks(attention: ObservedCall) -> Iterator[Tensor]:
+    """The parts of a mask that may tell of padding: which pairs are visible, (1|B, 1|H, 1|N, M)."""
+    call = attention.call
+    if call is None:
+        assert attention.weights is not None
+        yield attention.weights != 0
+        return
+    for part in conjuncts(call.mask):
+        if isinstance(part, (Causal, Window, Prefix, Documents)):
+            continue  # what they hide depends on where tokens stand
+        if not isinstance(part, (Padding, Keep)) and math.prod((call.shape[0], *call.shape[2:])) > DENSE:
+            continue
+        visible = part.block(call.whole())
+        yield visible.expand(*visible.shape[:3], call.shape[3])
+
+
+def _hidden_keys(attention: ObservedCall) -> Tensor | None:
+    """True for padding keys, (B, M): in cross attention those that no query may see; in the last tokens of a text that
+    was read before, those that a `Padding` hides. None if there are none."""
+    batch, call, hidden = attention.shape[0], attention.call, None
+    if attention.kind == "cross":
+        found = [~visible.any(2).any(1) for visible in _padding_masks(attention)]
+    else:  # (what another mask hides from the last tokens may be too far away)
+        parts = [] if call is None else [part for part in conjuncts(call.mask) if isinstance(part, Padding)]
+        found = [] if call is None else [~part.block(call.whole())[:, 0, 0] for part in parts]
+    for own in found:
+        hidden = own if hidden is None else hidden | own
+    return None if hidden is None or not hidden.any() else hidden.expand(batch, -1)
+
+
+def _known_of_padding(text: SequenceRecord, padding: Tensor | None, numbers: Tensor) -> dict[str, Any]:
+    """What a `Plane` holds of it: padding queries (B, N), padding among the keys `numbers` (M,), the first tokens."""
+    known: dict[str, Any] = {"padding": padding, "key_padding": None, "first": None}
+    if text.key_padding is not None:
+        own = text.key_padding[:, numbers]
+        first = text.key_padding.to(torch.uint8).argmin(1)
+        known |= {"key_padding": own if own.any() else None, "first": first if first.any() else None}
+    return known
+
+
+def measured(attention: ObservedCall, measures: list[Measure], text: SequenceRecord, numbers: Tensor) -> Measurements:
+    """What some measures find in one attention, whose keys are tokens `numbers` (M,) of the whole text."""
+    batch, heads, n, m = attention.shape
+    ids = None
+    if text.ids is not None and attention.kind == "self" and text.ids.shape[1] > int(numbers[-1]):
+        ids = text.ids
+        if text.key_padding is not None:
+            ids = ids.expand(batch, -1).masked_fill(text.key_padding[:, : ids.shape[1]], NO_TOKEN)
+    key_ids = None if ids is None else ids[:, numbers]
+    usable = [
+        one
+        for one in measures
+        if not (one.needs_ids and getattr(one, "ids", None) is None and key_ids is None)
+        and not (one.needs_out_weight and getattr(one, "out_weight", None) is None and attention.out_weight is None)
+    ]
+    hidden = None if attention.padding is None else attention.padding[:, 0]
+    known: dict[str, Any] = {"key_ids": key_ids, "ids": attention.ids, "text_ids": ids}
+    known |= _known_of_padding(text, hidden, numbers)
+    call, weights = attention.call, attention.weights
+    if call is not None and attention.together is not None:
+        return _measured_together(attention, usable, text, numbers)
+    if call is not None:
+        plane = replace(plane_of(call), values=call.v, out_weight=attention.out_weight, **known)
+        if attention.kind == "self" and (text.pieces or attention.numbers is not None):
+            # positions of a call's own are right where it has some (texts of several lengths), unless it renumbers
+            own = call.positions is not None and attention.numbers is None
+            queries = plane.q_positions if own else numbers[None, m - n :]
+            plane = replace(plane, numbers=numbers, k_positions=numbers[None], q_positions=queries)
+        return measure_call(call, usable, plane=plane)
+    assert weights is not None
+    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+    first = int(numbers[-1]) + 1 - n if m else 0
+    queries = torch.arange(first, first + n, device=weights.device)[None]
+    plane = Plane(batch, heads, n, m, queries, numbers[None], weights.dtype, numbers=numbers, **known)
+    usable = [one for one in usable if not one.needs_out_weight]  # a model that wrote it by hand named no projection
+    everything = (slice(0, batch), slice(0, heads), slice(0, n), [slice(0, m)])
+    with torch.autocast(weights.device.type, enabled=False):
+        survey = MeasureRun(usable, plane)
+        survey.add(Strip(plane, *everything, weights=weights, mass=weights.sum(-1)))
+    return survey.result()
+
+
+def _measured_together(
+    attention: ObservedCall, measures: list[Measure], text: SequenceRecord, numbers: Tensor
+) -> Measurements:
+    """The same where each process has some heads: each measures its own, and what they find is put together. (What
+    needs all heads at once is measured by all of them.)"""
+    together, weight = attention.together, attention.out_weight
+    assert together is not None and attention.call is not None and attention.everything is not None
+    own, width = together.own, attention.call.v.shape[3]
+    part = None if weight is None else weight[:, own.start * width : own.stop * width]
+    here = replace(attention, together=None, everything=None, out_weight=part)
+    found = measured(here, [one for one in measures if not one.needs_all_heads], text, numbers)
+    values, counts = tree_map_only(Tensor, together, (found.values, found.counts))
+    of_all = [one for one in measures if one.needs_all_heads]
+    if of_all:
+        there = replace(here, call=attention.everything(), out_weight=weight)
+        values |= measured(there, of_all, text, numbers).values
+    return Measurements(values, together(found.seen), counts)
+
+
+def joined(text: SequenceRecord, measures: list[Measure]) -> dict[str, Any]:
+    """What was measured piece by piece, of the whole text."""
+    pieces = text.pieces
+    if len(pieces) == 1:
+        return pieces[0].found.values
+    result: dict[str, Any] = {}
+    for one in measures:
+        for name, axis in one.gives.items():
+            if axis == "key":
+                result |= {name: text.by_key[name]} if name in text.by_key else {}
+                continue
+            parts: list[Any] = [piece.found.values.get(name) for piece in pieces]
+            if any(part is None for part in parts):
+                continue
+            if axis in ("query", "choice"):
+                result[name] = _joined_links(parts) if isinstance(parts[0], TopLinks) else torch.cat(parts, 2)
+            elif axis == "mean":
+                counts = [piece.counted.sum(2) for piece in pieces]
+                total = sum(part * count[..., None] for part, count in zip(parts, counts, strict=True))
+                result[name] = total / torch.stack(counts).sum(0).clamp(min=1)[..., None]
+            elif axis == "sum":
+                result[name] = torch.stack(parts).sum(0)
+    maps = [one for one in measures if "map" in one.gives.values()]
+    if maps:
+        result |= remeasured(text, maps)
+    return result
+
+
+def remeasured(text: SequenceRecord, measures: list[Measure], *, slots: bool = False) -> dict[str, Any]:
+    """Measures of the whole text, taken now of the pieces that were kept: a piece is a strip, or several. With `slots`
+    padding is taken for what it is not, tokens: maps are those of all slots."""
+    alone = text.pieces[0] if len(text.pieces) == 1 else None
+    device = text.pieces[0].found.seen.device
+    known = {} if slots else _known_of_padding(text, text.padding, torch.arange(text.total, device=device))
+    if alone is not None and alone.call is not None and text.keys:  # as it was measured when it was seen
+        call = replace(alone.call, k=text.keys[0], v=text.keys[0])
+        return measure_call(call, measures, plane=replace(plane_of(call), **known)).values
+    batch, heads = text.shape
+    keys = torch.cat(text.keys, 2) if text.keys else None
+    dtype = _dtype(text.pieces[0])
+    columns = torch.arange(text.total, device=device)[None]
+    start = text.total - text.queries if text.total >= text.queries else 0
+    rows = torch.arange(start, start + text.queries, device=device)[None]
+    plane = Plane(batch, heads, text.queries, text.total, rows, columns, dtype, **known)
+    survey = MeasureRun(measures, plane)
+    at = 0
+    for piece in text.pieces:
+        step = max(1, 2**22 // max(1, batch * heads * piece.numbers.numel()))
+        for row in range(0, piece.queries, step):
+            own = slice(row, min(row + step, piece.queries))
+            weights = weights_of(piece, keys, slice(None), list(range(heads)), own).to(dtype)
+            where = slice(at + own.start, at + own.stop)
+            strip = Strip(plane, slice(0, batch), slice(0, heads), where, piece.runs, weights, weights.sum(-1))
+            survey.add(strip)
+        at += piece.queries
+    return survey.result().values
+
+
+def _dtype(piece: Chunk) -> torch.dtype:
+    """What a piece was measured in."""
+    if piece.call is not None:
+        return piece.call.dtype
+    assert piece.weights is not None
+    return torch.promote_types(piece.weights.dtype, torch.float32)
+
+
+def weights_of(piece: Chunk, keys: Tensor | None, items: slice, heads: list[int], rows: slice) -> Tensor:
+    """Some rows of some heads of some texts of a piece: (b, h, n, m)."""
+    if piece.weights is not None:
+        return piece.weights[items][:, heads, rows]
+    call = piece.call
+    assert call is not None
+    k = call.k if keys is None or call.k.shape[2] else keys[:, :, piece.numbers]
+    with torch.no_grad(), torch.autocast(k.device.type, enabled=False):
+        return reference.weights(cut(replace(call, k=k, v=k), items, heads, rows))[0]
+
+
+def runs(numbers: Tensor) -> list[slice]:
+    """Rising numbers as runs of neighbours."""
+    breaks = ((numbers[1:] - numbers[:-1]) != 1).nonzero().flatten().add(1).tolist()
+    ends = [0, *breaks, numbers.numel()]
+    return [slice(int(numbers[a]), int(numbers[b - 1]) + 1) for a, b in pairwise(ends) if b > a]
+
+
+def cut(call: Call, items: slice, heads: list[int], rows: slice) -> Call:
+    """The part of a call that some texts, heads and rows need: exact, for a row's weights depend on its own scores."""
+    shared = call.shape[1] // call.k.shape[1]
+    index = torch.tensor(heads, device=call.q.device)
+
+    def of_heads(x: Tensor) -> Tensor:
+        return x[:, index] if x.shape[1] > 1 else x
+
+    def of_items(x: Tensor) -> Tensor:
+        return x[items] if x.shape[0] > 1 else x
+
+    mask = None
+    if call.mask is not None:
+        batch = slice(*items.indices(call.shape[0]))
+        mask = Keep(of_heads(call.mask.block(call.tile(batch, rows, slice(0, call.shape[3])))))
+    biases = []
+    for bias in call.biases:
+        if isinstance(bias, DenseBias):
+            weight = of_heads(of_items(bias.weight))
+            biases.append(DenseBias(weight[:, :, rows] if weight.shape[2] > 1 else weight))
+        else:
+            biases.append(bias.with_weight(of_items(bias.weight)[..., index]))
+    return replace(
+        call,
+        q=call.q[items][:, index, rows],
+        k=call.k[items][:, index // shared],
+        v=call.v[items][:, index // shared],
+        mask=mask,
+        biases=tuple(biases),
+        positions=of_items(call.query_positions(rows)),
+        key_positions=None if call.key_positions is None else of_items(call.key_positions),
+        sinks=None if call.sinks is None else of_items(call.sinks)[:, index],
+        dropout=None,
+    )
+
+
+def _joined_links(parts: list[TopLinks]) -> TopLinks:
+    """Early pieces may have fewer keys than links."""
+    k = max(part.keys.shape[-1] for part in parts)
+    pad = torch.nn.functional.pad
+    keys = [pad(part.keys, (0, k - part.keys.shape[-1]), value=-1) for part in parts]
+    weights = [pad(part.weights, (0, k - part.weights.shape[-1])) for part in parts]
+    return TopLinks(torch.cat(keys, 2), torch.cat(weights, 2))
+
+
+def sums(text: SequenceRecord, measures: list[Measure], values: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Of one text, what means over several are made of: the sum (H, ...) and the count (H,) of each measure."""
+    real = torch.cat([piece.counted for piece in text.pieces], 2)
+    queries, items = real.sum((0, 2)), torch.full((text.shape[1],), text.shape[0], device=real.device)
+    result = {}
+    for one in measures:
+        for name, axis in one.gives.items():
+            if name not in values or axis == "choice":
+                continue
+            value = values[name]
+            if axis == "query":
+                counted = real
+                if name in text.pieces[0].found.counts:
+                    counted = real & torch.cat([piece.found.counts[name] for piece in text.pieces], 2)
+                weight = counted.view(*counted.shape, *[1] * (value.dim() - 3))
+                result[name] = (value * weight).sum((0, 2)), counted.sum((0, 2))
+            elif axis == "mean":
+                result[name] = (value * real.sum(2)[..., None]).sum(0), queries
+            elif axis == "key":
+                result[name] = _from_first_token(value, text.key_padding).sum(0), queries
+            elif axis == "sum":
+                result[name] = value.sum(0), queries
+            else:
+                result[name] = value.sum(0), items
+    return result
+
+
+def _from_first_token(value: Tensor, padding: Tensor | None) -> Tensor:
+    """What was measured of each key, (B, H, M), without padding (B, M): each text's own first token comes first, and as
+    many as the longest text has."""
+    if padding is None:
+        return value
+    order = padding.to(torch.uint8).argsort(dim=1, stable=True)[
+        :, : int((~padding).sum(1).max())
+    ]  # tokens, then padding
+    value = value.masked_fill(padding[:, None], 0.0)
+    return value.gather(2, order[:, None].expand(-1, value.shape[1], -1))
+
+
+def plus(a: Tensor, b: Tensor | None) -> Tensor:
+    """a + b, the shorter one padded with 0 at the end of each axis: texts differ in length."""
+    if b is None or a.shape == b.shape:
+        return a if b is None else a + b
+    shape = [max(x, y) for x, y in zip(a.shape, b.shape, strict=True)]
+    total = a.new_zeros(shape)
+    total[tuple(slice(0, size) for size in a.shape)] += a
+    total[tuple(slice(0, size) for size in b.shape)] += b
+    return total

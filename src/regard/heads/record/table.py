@@ -1,0 +1,152 @@
+"""A record as a table: a row for each layer and head, a column for each measure that is one number per head.
+
+`PerHead` is what other numbers of heads have in common: importance, attribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from regard.errors import missing_extra, printable
+from regard.measures import Offsets
+
+if TYPE_CHECKING:
+    from regard.heads.record.record import LayerRecord, Record
+
+__all__ = ["PerHead", "Shown", "Table", "table"]
+
+_AROUND = {"previous": -1, "itself": 0, "next": 1}  # what falls out of the offsets
+
+
+MOST_ROWS = 500  # of a table in a notebook
+
+
+class Shown:
+    """What shows itself as a table: in a notebook as HTML, elsewhere as `print` does."""
+
+    def table(self) -> Table:
+        """The rows."""
+        raise NotImplementedError
+
+    def caption(self) -> str:
+        """What is said above them."""
+        return ""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        rows, caption = self.table(), self.caption()
+        said = f"<p>{escape(caption)}</p>" if caption else ""
+        return f'<div style="max-height: 40em; overflow: auto">{said}{rows.html()}</div>'
+
+
+class Table(list[dict[str, Any]], Shown):  # type: ignore[misc]
+    """Rows as plain dictionaries; `print` shows them in columns, a notebook as a table. `layers` are the names of all
+    layers in the order of their calls, where they are known: their numbers stand beside the names."""
+
+    __repr__ = Shown.__repr__
+
+    def __init__(self, rows: Iterable[dict[str, Any]] = (), layers: Iterable[str] = ()) -> None:
+        super().__init__(rows)
+        self.layers = list(layers)
+
+    def table(self) -> Table:
+        """Itself."""
+        return self
+
+    def html(self) -> str:
+        """As an HTML table, everything in it escaped."""
+        numbers = {layer: number for number, layer in enumerate(self.layers)}
+        names = list(dict.fromkeys(name for row in self for name in row))
+        titles = [title for name in names for title in (["number", name] if name == "layer" and numbers else [name])]
+        lines = ["".join(f"<th>{escape(str(title))}</th>" for title in titles)]
+        for row in self[:MOST_ROWS]:
+            cells: list[Any] = []
+            for name in names:
+                cells += [numbers.get(row.get(name))] if name == "layer" and numbers else []  # type: ignore[arg-type]
+                cells.append(row.get(name))
+            lines.append("".join(f"<td{_aligned(cell)}>{escape(_shown(cell))}</td>" for cell in cells))
+        more = f"<p>and {len(self) - MOST_ROWS} rows more</p>" if len(self) > MOST_ROWS else ""
+        if not self:
+            return "<p>(no rows)</p>"
+        return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + f"</table>{more}"
+
+    def to_pandas(self) -> Any:
+        """The same as a `pandas.DataFrame`, where pandas is installed."""
+        try:
+            import pandas  # type: ignore[import-not-found]
+        except ImportError:
+            raise missing_extra("pandas", "tables") from None
+        return pandas.DataFrame(list(self))
+
+    def __str__(self) -> str:
+        if not self:
+            return "(no rows)"
+        names = list(dict.fromkeys(name for row in self for name in row))
+        cells = [list(map(printable, names)), *([_shown(row.get(name)) for name in names] for row in self)]
+        wide = [max(len(row[i]) for row in cells) for i in range(len(names))]
+        text = {i for i, name in enumerate(names) if any(isinstance(row.get(name), str) for row in self)}
+        lines = []
+        for row in cells:
+            aligned = [c.ljust(w) if i in text else c.rjust(w) for i, (c, w) in enumerate(zip(row, wide, strict=True))]
+            lines.append("  ".join(aligned).rstrip())
+        return "\n".join(lines)
+
+
+@dataclass(repr=False)
+class PerHead(Shown):
+    """A number for each head: `scores[layer]` is (H,); `found[layer]` the same, by name or by number in call order."""
+
+    scores: dict[str, Tensor]
+
+    def __getitem__(self, layer: str | int) -> Tensor:
+        return list(self.scores.values())[layer] if isinstance(layer, int) else self.scores[layer]
+
+    def rows(self) -> list[tuple[str, int, float]]:
+        """(layer, head, score) of every head."""
+        return [(layer, head, score) for layer, s in self.scores.items() for head, score in enumerate(s.tolist())]
+
+
+def _aligned(value: Any) -> str:
+    return ' style="text-align: left"' if isinstance(value, str) else ' style="text-align: right"'
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else f"{value:.3f}" if isinstance(value, float) else printable(value)
+
+
+def table(record: Record) -> Table:
+    """Layer, head and every scalar measure of a record: per-query measures as means over the queries that count."""
+    rows = Table(layers=record.layers)
+    for layer in record:
+        columns = scalars(layer)
+        for head in range(layer.heads):
+            row: dict[str, Any] = {"layer": layer.name, "head": head}
+            if layer.kind == "cross":
+                row["kind"] = "cross"
+            rows.append(row | {name: value[head].item() for name, value in columns.items()})
+    return rows
+
+
+def scalars(layer: LayerRecord) -> dict[str, Tensor]:
+    """The measures of a layer that are one number per head: (H,) each."""
+    found: dict[str, Tensor] = {}
+    for one in layer.measures:
+        for name, axis in one.gives.items():
+            if axis == "query" and not getattr(one, "names", ()) and name not in one.untabled and layer.has(name):
+                found[name] = layer.per_head(name)
+        if isinstance(one, Offsets) and layer.has("offsets"):
+            profile = layer.per_head("offsets")
+            for name, offset in _AROUND.items():
+                if name not in found and -one.before <= offset <= one.after:
+                    found[name] = profile[:, one.before + offset]
+        names = getattr(one, "names", None)
+        if names and layer.has("tokens"):
+            found |= dict(zip(names, layer.per_head("tokens").unbind(1), strict=True))
+    return found

@@ -1,0 +1,172 @@
+"""How attention is spread: how sharply, how far, to which side, onto which keys.
+
+Letters: B batch, H query heads, G kv heads, N queries, M keys, E head width of v, W model width;
+c, h, n, m the same within one strip.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from regard.measures.base import Measure, PerKey, PerQuery, Plane, Strip, count
+
+__all__ = [
+    "Distance",
+    "Entropy",
+    "Itself",
+    "Local",
+    "Next",
+    "Offset",
+    "Offsets",
+    "OnFirst",
+    "Peak",
+    "Previous",
+    "Received",
+]
+
+
+class Entropy(PerQuery):
+    """-sum_j P_ij ln P_ij in nats, over the keys: 0 where one takes all, ln M where all share (Clark et al. 2019)."""
+
+    gives = {"entropy": "query"}
+    needs_logs = True
+
+    def of(self, strip: Strip, prepared: Any) -> Tensor:
+        return strip.entropies
+
+
+class Peak(Measure):
+    """The largest weight of each query, and which key has it (the first of equals). Its mean over queries is the
+    confidence of Voita et al. 2019. A query that sees nothing has the peak 0 and the target -1."""
+
+    gives = {"peak": "query", "target": "choice"}
+
+    def begin(self, plane: Plane) -> tuple[Tensor, Tensor]:
+        return plane.new(plane.queries), plane.new(plane.queries, dtype=torch.int64).fill_(-1)
+
+    def add(self, state: tuple[Tensor, Tensor], strip: Strip, prepared: Any) -> None:
+        peak, column = strip.weights.max(-1)
+        state[0][strip.where] = peak
+        state[1][strip.where] = strip.numbers[column].masked_fill(strip.mass == 0, -1)
+
+    def end(self, state: tuple[Tensor, Tensor], seen: Tensor) -> dict[str, Tensor]:
+        return {"peak": state[0], "target": state[1]}
+
+
+class Offset(PerQuery):
+    """Where a query looks on average, relative to itself: sum_j P_ij (j - i) / sum_j P_ij, by positions. Looking at the
+    previous token is -1 (Vig & Belinkov 2019, who count i - j)."""
+
+    gives = {"offset": "query"}
+
+    def of(self, strip: Strip, prepared: Any) -> Tensor:
+        # Counted from the strip's own first position: small numbers keep the digits.
+        origin = strip.q_positions[:, :1]
+        mean = strip.times((strip.k_positions - origin)[:, None]) / strip.mass.masked_fill(strip.mass == 0, 1.0)
+        return (mean - (strip.q_positions - origin)[:, None]).masked_fill(strip.mass == 0, 0.0)
+
+
+class Distance(PerQuery):
+    """How far a query looks on average: sum_j P_ij |i - j| / sum_j P_ij, by positions (Vig & Belinkov 2019)."""
+
+    gives = {"distance": "query"}
+
+    def of(self, strip: Strip, prepared: Any) -> Tensor:
+        # Keys before all the strip's queries, or after all of them, are one matrix product: |i - j| is i - j or j - i.
+        columns, ahead = strip.near(0, 0)
+        origin = strip.q_positions[:, :1]
+        keys = (strip.k_positions - origin).to(strip.weights.dtype)
+        sign = torch.ones_like(keys)
+        sign[:, : columns.start] = -1.0
+        sign[:, columns] = 0.0
+        linear = strip.times(torch.stack([sign * keys, sign], -1)[:, None])  # (c, h, n, 2)
+        total = linear[..., 0] - (strip.q_positions - origin)[:, None] * linear[..., 1]
+        total = total + (strip.weights[..., columns] * ahead.abs()).sum(-1)
+        return total / strip.mass.masked_fill(strip.mass == 0, 1.0)
+
+
+class Offsets(Measure):
+    """The mass by relative position, a mean over queries: (B, H, before + 1 + after) for keys `before` before the
+    query, ..., itself, ..., `after` after it. Previous, self and next fall out of it (Clark et al. 2019)."""
+
+    gives = {"offsets": "mean"}
+
+    def __init__(self, before: int = 8, after: int = 8) -> None:
+        self.before, self.after = count("before", before, 0), count("after", after, 0)
+
+    def begin(self, plane: Plane) -> Tensor:
+        return plane.new(self.before + 1 + self.after)
+
+    def add(self, state: Tensor, strip: Strip, prepared: Any) -> None:
+        offsets = torch.arange(-self.before, self.after + 1, device=strip.weights.device)
+        state[strip.batch, strip.heads] += strip.at(strip.q_positions[..., None] + offsets).sum(2)
+
+    def end(self, state: Tensor, seen: Tensor) -> dict[str, Tensor]:
+        return {"offsets": state / seen.sum(-1).clamp(min=1)[..., None]}
+
+
+class _AtOffset(PerQuery):
+    offset: ClassVar[int]
+
+    def of(self, strip: Strip, prepared: Any) -> Tensor:
+        return strip.at(strip.q_positions[..., None] + self.offset)[..., 0]
+
+
+class Previous(_AtOffset):
+    """The mass on the token before the query's own: P_i,i-1 (Clark et al. 2019)."""
+
+    gives = {"previous": "query"}
+    offset = -1
+
+
+class Itself(_AtOffset):
+    """The mass on the query's own token: P_ii (Clark et al. 2019)."""
+
+    gives = {"itself": "query"}
+    offset = 0
+
+
+class Next(_AtOffset):
+    """The mass on the token after the query's own: P_i,i+1 (Clark et al. 2019)."""
+
+    gives = {"next": "query"}
+    offset = 1
+
+
+class Local(PerQuery):
+    """The mass within `width` positions of the query, itself included: sum of P_ij over |i - j| <= width."""
+
+    gives = {"local": "query"}
+
+    def __init__(self, width: int = 3) -> None:
+        self.width = count("width", width, 0)
+
+    def of(self, strip: Strip, prepared: Any) -> Tensor:
+        columns, ahead = strip.near(self.width, self.width)
+        return (strip.weights[..., columns] * (ahead.abs() <= self.width)).sum(-1)
+
+
+class Received(PerKey):
+    """The mass that each key gets from all queries but padding: sinks and heavy hitters stand out. Divide by the number
+    of queries that may see it for the mean of Gu et al. 2024."""
+
+    gives = {"received": "key"}
+
+    def of(self, strip: Strip, prepared: Any) -> Tensor:
+        return strip.weights.sum(2)
+
+
+class OnFirst(PerQuery):
+    """The mass on the text's first token (the sink of Xiao et al. 2023, Gu et al. 2024): the first key that is not
+    padding."""
+
+    gives = {"on_first": "query"}
+
+    def of(self, strip: Strip, prepared: Any) -> Tensor:
+        if strip.plane.first is not None:
+            return strip.times(strip.is_first[:, None])
+        here = int(strip.numbers[0]) == 0
+        return strip.weights[..., 0] if here else torch.zeros_like(strip.mass)

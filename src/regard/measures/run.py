@@ -1,0 +1,176 @@
+"""Measures at work: from names to objects, from strips to results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from regard.errors import bad_type, bad_value
+from regard.measures.base import Measure, Plane, Strip
+from regard.measures.contribution import Contribution, Divergence
+from regard.measures.distribution import (
+    Distance,
+    Entropy,
+    Itself,
+    Local,
+    Next,
+    Offset,
+    Offsets,
+    OnFirst,
+    Peak,
+    Previous,
+    Received,
+)
+from regard.measures.maps import Heatmap, Links
+from regard.measures.tokens import Duplicate, Induction
+
+__all__ = ["DEFAULT", "MeasureLike", "MeasureRun", "Measurements", "as_measures"]
+
+
+MeasureLike: TypeAlias = "str | Measure | type[Measure]"
+
+NAMED: dict[str, type[Measure]] = {
+    "entropy": Entropy,
+    "peak": Peak,
+    "target": Peak,
+    "distance": Distance,
+    "offset": Offset,
+    "offsets": Offsets,
+    "local": Local,
+    "received": Received,
+    "on_first": OnFirst,
+    "previous": Previous,
+    "itself": Itself,
+    "next": Next,
+    "heatmap": Heatmap,
+    "links": Links,
+    "induction": Induction,
+    "duplicate": Duplicate,
+    "contribution": Contribution,
+    "contributed": Contribution,
+    "divergence": Divergence,
+}
+DEFAULT = ("entropy", "peak", "distance", "offset", "offsets", "received", "on_first")
+
+
+def as_measures(measures: MeasureLike | Iterable[MeasureLike] | None) -> list[Measure]:
+    """Names, classes and objects as objects; None is the default ones.
+
+    >>> as_measures(["entropy", Links(3)])
+    [Entropy(), Links(k=3)]
+    """
+    if measures is None:
+        measures = DEFAULT
+    if isinstance(measures, (str, Measure, type)):
+        measures = [measures]
+    made: list[Measure] = []
+    for one in measures:
+        if isinstance(one, str):
+            if one not in NAMED:
+                raise bad_value(
+                    "measures",
+                    expected=f"names among {sorted(NAMED)}, or objects of regard.measures",
+                    received=repr(one),
+                )
+            one = NAMED[one]
+        if isinstance(one, type) and issubclass(one, Measure):
+            try:
+                one = one()
+            except TypeError as error:
+                raise bad_type(
+                    f"measure {one.__name__}",
+                    expected="an object made with its arguments",
+                    received="the class",
+                    remedy=str(error),
+                ) from None
+        if not isinstance(one, Measure):
+            raise bad_type("measures", expected="names or objects of regard.measures", received=type(one).__name__)
+        twins = [other for other in made if type(other) is type(one)]
+        if not twins or _holds_tensors(one) or all(vars(one) != vars(other) for other in twins):
+            made.append(one)
+    names = [name for one in made for name in one.gives]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise bad_value("measures", expected="one of a kind", received=f"{', '.join(twice)} twice")
+    return made
+
+
+def _holds_tensors(measure: Measure) -> bool:
+    return any(isinstance(x, (Tensor, dict)) for x in vars(measure).values())
+
+
+@dataclass
+class Measurements:
+    """What `measure` found: each result by its name, as an attribute or by `[name]`; `output` (B, H, N, E) where v was
+    given, `lse` (B, H, N), and `seen` (B, H, N): which queries see a key."""
+
+    values: dict[str, Any]
+    seen: Tensor
+    counts: dict[str, Tensor] = field(default_factory=dict)  # (B, H, N): which queries count, where not all that see
+    output: Tensor | None = None
+    lse: Tensor | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def __getattr__(self, name: str) -> Any:
+        values = self.__dict__.get("values", {})
+        if name in values:
+            return values[name]
+        raise AttributeError(f"{name!r} was not measured; there are {', '.join(values) or 'none'}")
+
+    def __repr__(self) -> str:
+        return f"Measurements({', '.join(self.values)})"
+
+
+class MeasureRun:
+    """Some measures at work on one plane: give it every strip, then ask for the results."""
+
+    def __init__(self, measures: list[Measure], plane: Plane) -> None:
+        self.measures, self.plane = measures, plane
+        self.prepared = [one.prepare(plane) for one in measures]
+        self.states = [one.begin(plane) for one in measures]
+        self.seen = plane.new(plane.queries, dtype=torch.bool)
+
+    @property
+    def wants_logs(self) -> bool:
+        return any(one.needs_logs for one in self.measures)
+
+    @property
+    def wants_all_heads(self) -> bool:
+        return any(one.needs_all_heads for one in self.measures)
+
+    def only(self, which: list[bool]) -> MeasureRun:
+        """The same survey with some of its measures alone; what they find is found here, too."""
+        part = copy(self)
+        part.measures, part.prepared, part.states = (
+            [x for x, wanted in zip(some, which, strict=True) if wanted]
+            for some in (self.measures, self.prepared, self.states)
+        )
+        return part
+
+    def add(self, strip: Strip) -> None:
+        """Show a strip to every measure."""
+        self.seen[strip.where] = strip.mass > 0
+        for one, state, prepared in zip(self.measures, self.states, self.prepared, strict=True):
+            one.add(state, strip.without_padding if one.sums_queries else strip, prepared)
+
+    def result(self) -> Measurements:
+        """Everything that was found."""
+        values: dict[str, Any] = {}
+        counts: dict[str, Tensor] = {}
+        padding = self.plane.padding
+        tokens = self.seen if padding is None else self.seen & ~padding[:, None]
+        for one, state, prepared in zip(self.measures, self.states, self.prepared, strict=True):
+            found = one.end(state, tokens if one.sums_queries else self.seen)
+            values |= found
+            counted = one.counted(self.plane, prepared)
+            if counted is not None:
+                by_name = counted if isinstance(counted, dict) else dict.fromkeys(found, counted)
+                counts |= {name: self.seen & which[:, None] for name, which in by_name.items()}
+        return Measurements(values, self.seen, counts)

@@ -75,7 +75,7 @@ def main() -> None:
     except (ValueError, ImportError) as error:
         sys.exit(str(error))
 
-    roles = regard.heads.analysis.probes.induction(model, length=options.length, seed=options.seed).roles()
+    roles = regard.heads.probes.induction(model, length=options.length, seed=options.seed).roles()
     all_heads = [(role.layer, role.head) for role in roles]
     found = roles.of("induction")
     print(
@@ -84,7 +84,7 @@ def main() -> None:
     for role in found:
         print(f"  {role.layer} {role.head}  {role.score:.3f}  {role.baseline:.3f}")
 
-    ids = regard.heads.analysis.probes.repeated(  # other tokens than those that the heads were chosen by
+    ids = regard.heads.probes.repeated(  # other tokens than those that the heads were chosen by
         model.config.vocabulary, length=options.length, batch=options.texts, seed=options.seed + 1
     )
     best = [(role.layer, role.head) for role in found[: options.top]]

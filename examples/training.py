@@ -72,7 +72,7 @@ def train(steps: int, every: int, seed: int) -> Iterator[tuple[int, float, Tenso
     rng = random.Random(seed)
     model = Decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
-    probe = regard.heads.analysis.probes.repeated(VOCABULARY, length=TOKENS // 2, batch=16, seed=seed)
+    probe = regard.heads.probes.repeated(VOCABULARY, length=TOKENS // 2, batch=16, seed=seed)
     for step in range(steps + 1):
         if step % every == 0 or step == steps:
             with regard.watch(model, measures=["previous", "induction"]) as seen, torch.no_grad():
@@ -81,7 +81,7 @@ def train(steps: int, every: int, seed: int) -> Iterator[tuple[int, float, Tenso
             yield step, loss, previous, induction
         period = rng.randint(*PERIODS)
         times = -(-TOKENS // period)
-        ids = regard.heads.analysis.probes.repeated(
+        ids = regard.heads.probes.repeated(
             VOCABULARY, length=period, times=times, batch=BATCH, seed=rng.randrange(2**32)
         )
         optimizer.zero_grad()

@@ -27,8 +27,7 @@ from regard.kernels.run import run, run_measured, weights
 from regard.kernels.tracing import traced
 from regard.masks import FARTHEST, And, Mask, Padding, as_mask, conjuncts
 from regard.measures import Measure, MeasureLike, Measurements, MeasureRun, Plane, as_measures
-from regard.positions import Alibi, Bias, DenseBias, RelativeBias, as_biases
-from regard.positions.bias import Buckets
+from regard.positions import Alibi, Bias, RelativeBias, as_biases
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # (in `typing` from Python 3.11 on)
@@ -315,7 +314,7 @@ def _biases(bias: BiasLike | None, shape: _Shape, device: torch.device) -> tuple
     biases = as_biases(bias)
     for added in biases:
         added.check(*shape)
-        if type(added) in (DenseBias, Buckets):
+        if added.on_device:
             _check_device("bias", added.weight, device)
     return biases
 

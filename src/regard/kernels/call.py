@@ -120,7 +120,7 @@ class Call:
             v=v,
             q_start=self.q_start + rows.start - cols.start if contiguous else self.q_start,
             mask=None if self.mask is None else self.mask.part(tile, heads, cols.start if contiguous else 0),
-            biases=tuple(bias.with_weight(bias.weight[bias.where(heads, rows, cols)]) for bias in self.biases),
+            biases=tuple(bias.part(tile, heads) for bias in self.biases),
             positions=None if contiguous else tile.q_positions,
             key_positions=None if contiguous else tile.k_positions,
             sinks=None if self.sinks is None else self.sinks[:, heads],

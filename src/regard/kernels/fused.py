@@ -17,7 +17,6 @@ from regard.kernels.operators import first_derivatives_only
 from regard.kernels.tracing import in_torch_func, traced
 from regard.masks import Causal, Mask, conjuncts
 from regard.measures import MeasureRun
-from regard.positions import DenseBias
 
 __all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not"]
 
@@ -173,8 +172,7 @@ def _operands(call: Call) -> tuple[Tensor | None, bool]:
         visible = part.block(tile) if visible is None else visible & part.block(tile)
     added = None
     for bias in call.biases:
-        block = bias.weight if isinstance(bias, DenseBias) else bias.block(tile.q_positions, tile.k_positions)
-        added = block if added is None else added + block
+        added = bias.evaluate(tile) if added is None else added + bias.evaluate(tile)
     if added is None:
         assert visible is not None
         return _full(visible, call), False
@@ -190,10 +188,10 @@ def _full(mask: Tensor, call: Call) -> Tensor:
 def _dense_size(call: Call, masked: object) -> int:
     """Elements of the dense mask that torch would be given (a tensor of the caller's own costs nothing more)."""
     batch, heads, n, m = call.shape
-    per_head = any(not isinstance(b, DenseBias) or b.weight.shape[1] > 1 for b in call.biases)
-    per_item = any(isinstance(b, DenseBias) and b.weight.shape[0] > 1 for b in call.biases)
+    per_head = any(bias.per_head for bias in call.biases)
+    per_item = any(bias.per_item for bias in call.biases)
     per_item = per_item or (call.mask is not None and bool(masked) and batch > 1)
-    if len(call.biases) == 1 and isinstance(call.biases[0], DenseBias) and not masked:
+    if len(call.biases) == 1 and call.biases[0].is_dense and not masked:
         return 0
     return (batch if per_item else 1) * (heads if per_head else 1) * n * m
 

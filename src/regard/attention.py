@@ -25,7 +25,7 @@ from regard.kernels.dropout import Dropout, new_seed
 from regard.kernels.precision import casts_to, fixed_precision
 from regard.kernels.run import run, run_measured, weights
 from regard.kernels.tracing import traced
-from regard.masks import FARTHEST, And, Mask, Padding, as_mask, conjuncts
+from regard.masks import FARTHEST, Mask, Padding, as_mask
 from regard.measures import Measure, MeasureLike, Measurements, MeasureRun, Plane, as_measures
 from regard.positions import Alibi, Bias, RelativeBias, as_biases
 
@@ -238,7 +238,7 @@ def measure(
 def plane_of(call: Call) -> Plane:
     """What is measured of a call: its sizes and where its tokens stand. More that is known goes in by `replace`."""
     tile = call.whole()
-    kept = [part.keep for part in conjuncts(call.mask) if isinstance(part, Padding) and part.keep is not None]
+    kept = [part.keep for part in call.parts if isinstance(part, Padding) and part.keep is not None]
     first = functools.reduce(torch.logical_and, kept).to(torch.uint8).argmax(1) if kept else None
     first = first if first is not None and first.any() else None  # (with lengths it is 0)
     return Plane(*call.shape, tile.q_positions, tile.k_positions, call.dtype, first=first)
@@ -288,13 +288,11 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Call
     mask = _mask(options.get("mask"), shape, device)
     biases = _biases(options.get("bias"), shape, device)
     q_start, positions, key_positions = _places(options.get("positions"), options.get("key_positions"), shape, device)
-    if mask is not None and positions is None and key_positions is None and not torch.compiler.is_compiling():
-        parts = [part for part in conjuncts(mask) if not part.sees_all(q_start, *shape[2:])]
-        mask = functools.reduce(And, parts) if parts else None  # what hides nothing need not be asked again
     scale, softcap = _scale_and_softcap(options.get("scale"), options.get("softcap"), q)
     sinks = _sinks(options.get("sinks"), shape, device)
     dropout = _dropout(options.get("dropout"), options.get("generator"), shape, device)
-    return Call(q, k, v, scale, q_start, softcap, mask, biases, positions, key_positions, sinks, dropout)
+    call = Call(q, k, v, scale, q_start, softcap, mask, biases, positions, key_positions, sinks, dropout)
+    return call if mask is None or torch.compiler.is_compiling() else call.simplified()
 
 
 def _mask(mask: Mask | Tensor | None, shape: _Shape, device: torch.device) -> Mask | None:

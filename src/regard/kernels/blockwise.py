@@ -356,7 +356,7 @@ def _chunks(call: Call, height: int, width: int, *, together: bool = False) -> I
         g, rows = groups, min(rows, max(1, 4 * STRIP // (one * groups)))
     c = min(batch, max(1, STRIP // (one * g * min(rows, queries)))) if g == groups and rows >= queries else 1
     survey = _survey(call, rows, width or min(TILE, max(keys, 1)))
-    careful = call.mask is not None and not _finite(call.k, call.v)
+    careful = call.mask is not None and not call.keys_are_finite
     for b in range(0, batch, c):
         items = slice(b, min(b + c, batch))
         strips = [_strip(*row) for row in survey(items)]
@@ -460,11 +460,6 @@ def _rows_of(x: Tensor, batch: slice) -> Tensor:
 
 def _numbers(run: slice, like: Tensor) -> Tensor:
     return torch.arange(run.start, run.stop, device=like.device)
-
-
-def _finite(*tensors: Tensor) -> bool:
-    total = sum(x.sum(dtype=torch.float64 if x.dtype is torch.float64 else torch.float32) for x in tensors)
-    return bool(torch.isfinite(torch.as_tensor(total)))
 
 
 class _Loops:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from regard.kernels.call import Call
-from regard.masks import Causal, Documents, Hide, Keep, Mask, Padding, Tile, Window, conjuncts
+from regard.masks import Causal, Documents, Hide, Keep, Mask, Padding, Tile, Window
 
 __all__ = [
     "DENSE_LIMIT",
@@ -61,10 +61,9 @@ def pairs_to_evaluate(call: Call) -> int:
     batch, heads, n, m = call.shape
     mask = 0
     if call.mask is not None:
-        parts = list(conjuncts(call.mask))
-        planes = [part for part in parts if not _as_numbers(part, call)]
-        planes += [part for part in parts if type(part) is Documents][1:]  # (one is two rows of integers)
-        rows = [part for part in parts if isinstance(part, Padding) and part.keep is not None]  # maybe with holes
+        planes = [part for part in call.parts if not _as_numbers(part, call)]
+        planes += [part for part in call.parts if type(part) is Documents][1:]  # (one is two rows of integers)
+        rows = [part for part in call.parts if isinstance(part, Padding) and part.keep is not None]  # maybe with holes
         if any(type(part) not in (Keep, Hide) for part in planes) or (planes and len(planes) + len(rows) > 1):
             mask = batch * n * m * (1 if call.mask.shared_by_heads() else heads)
     if all(bias.is_dense for bias in call.biases) and len(call.biases) <= 1:
@@ -75,7 +74,7 @@ def pairs_to_evaluate(call: Call) -> int:
 def _as_numbers(part: Mask, call: Call) -> bool:
     """Whether a part of a mask is told by a few numbers, without a tensor of pairs."""
     if type(part) in (Causal, Window):
-        return call.positions is None and call.key_positions is None
+        return call.contiguous
     return type(part) in (Padding, Documents)
 
 
@@ -84,7 +83,7 @@ def lower_mask(call: Call) -> Visible:
     seen = Visible()
     batch, _, n, _ = call.shape
     rest: list[Mask] = []
-    for part in conjuncts(call.mask):
+    for part in call.parts:
         if not _as_numbers(part, call):
             rest.append(part)
         elif type(part) is Causal:
@@ -173,7 +172,7 @@ def bias_gradients(call: Call, gradient: Tensor, wanted: list[bool]) -> list[Ten
 
 def _by_distance(call: Call) -> bool:
     """Whether the biases depend on nothing but how far a key is ahead of its query."""
-    return call.positions is None and call.key_positions is None and all(bias.by_distance for bias in call.biases)
+    return call.contiguous and all(bias.by_distance for bias in call.biases)
 
 
 def _distances(call: Call) -> Tile:

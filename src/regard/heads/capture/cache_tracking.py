@@ -18,7 +18,7 @@ from regard.errors import bad_value
 from regard.heads.capture.flex import FlexBias, FlexMask
 from regard.heads.capture.observed import ObservedCall
 from regard.kernels import Call
-from regard.masks import Keep, conjuncts
+from regard.masks import Keep
 
 __all__ = ["Place", "SequenceTracker", "trimmed"]
 
@@ -195,7 +195,7 @@ def trimmed(attention: ObservedCall) -> ObservedCall:
         return replace(attention, weights=attention.weights[..., :last], values=values)
     if call.mask is None or call.key_positions is not None or call.q_start != m - n:
         return attention
-    if not any(isinstance(part, (Keep, FlexMask)) for part in conjuncts(call.mask)):
+    if not any(isinstance(part, (Keep, FlexMask)) for part in call.parts):
         return attention  # a cache of fixed size comes with a tensor that says how far it is filled
     visible = call.mask.block(call.whole())  # (1|B, 1|H, 1|N, 1|M)
     last = _last(visible.expand(*visible.shape[:3], m))

@@ -23,7 +23,7 @@ from regard.heads.capture.observed import ObservedCall, Projection
 from regard.kernels import Call
 from regard.kernels.precision import fixed_precision
 from regard.kernels.run import weights as exact_weights
-from regard.masks import Causal, Documents, Keep, Padding, Prefix, Window, conjuncts
+from regard.masks import Causal, Documents, Keep, Padding, Prefix, Window
 from regard.measures import Measure, Measurements, MeasureRun, Plane, Strip, TopLinks
 from regard.measures.base import NO_TOKEN
 
@@ -156,7 +156,7 @@ def _padding_masks(attention: ObservedCall) -> Iterator[Tensor]:
         assert attention.weights is not None
         yield attention.weights != 0
         return
-    for part in conjuncts(call.mask):
+    for part in call.parts:
         if isinstance(part, (Causal, Window, Prefix, Documents)):
             continue  # what they hide depends on where tokens stand
         if not isinstance(part, (Padding, Keep)) and math.prod((call.shape[0], *call.shape[2:])) > DENSE:
@@ -172,7 +172,7 @@ def _hidden_keys(attention: ObservedCall) -> Tensor | None:
     if attention.kind == "cross":
         found = [~visible.any(2).any(1) for visible in _padding_masks(attention)]
     else:  # (what another mask hides from the last tokens may be too far away)
-        parts = [] if call is None else [part for part in conjuncts(call.mask) if isinstance(part, Padding)]
+        parts = [] if call is None else [part for part in call.parts if isinstance(part, Padding)]
         found = [] if call is None else [~part.block(call.whole())[:, 0, 0] for part in parts]
     for own in found:
         hidden = own if hidden is None else hidden | own

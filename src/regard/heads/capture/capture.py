@@ -19,9 +19,9 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from types import TracebackType
@@ -52,7 +52,7 @@ from regard.heads.capture.observed import (
     with_additive_masks,
 )
 from regard.heads.capture.streams import Streams
-from regard.kernels import Call
+from regard.kernels import Call, observed_by
 from regard.layouts.torch_mha_call import Operands, functional_operands, is_causal_mask
 
 __all__ = ["AttentionCapture"]
@@ -257,19 +257,25 @@ class AttentionCapture:
         return (told, *rest) if self.changes else result
 
     def _attend(self, frame: Frame, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        out = attend(q, k, v, **options)
-        unasked = ("dropout", "generator", "kernel", "spread")
-        asked = {name: x for name, x in options.items() if name not in unasked}
-        if options.get("spread") is not None:
-            return self._spread(frame, options["spread"], out, q.detach(), k.detach(), v.detach(), asked)
-        with torch.no_grad():
-            call = prepare(q.detach(), k.detach(), v.detach(), **asked)
-        attention = self._describe(frame, call.shape, self.streams.of(q), call=call)
+        """`regard.attend`, whose call is handed over where it runs: see `_attended`."""
+        sharded = options.get("spread")
+        if sharded is not None:
+            out = attend(q, k, v, **options)
+            not_asked = ("dropout", "generator", "kernel", "spread")
+            asked = dict.fromkeys(("mask", "bias", "sinks"))
+            asked |= {name: x for name, x in options.items() if name not in not_asked}
+            return self._spread(frame, sharded, out, q.detach(), k.detach(), v.detach(), asked)
+        with observed_by(_AttendObserver(self, frame, self.streams.of(q))):
+            return attend(q, k, v, **options)
+
+    def _attended(self, frame: Frame, stream: Tensor | None, call: Call, out: Tensor) -> Tensor:
+        """The output of a call of `regard.attend`, seen and perhaps changed."""
+        attention = self._describe(frame, call.shape, stream, call=call)
         cache = frame.given("cache")
         if isinstance(cache, RollingCache):  # the first few tokens, then the last ones
             held, first = call.shape[3], cache.keep_first
             attention.cache = cache
-            attention.numbers = torch.arange(held, device=q.device)
+            attention.numbers = torch.arange(held, device=call.q.device)
             attention.numbers[first:] += cache.seen - held
         return self._told(frame, attention, out)
 
@@ -824,6 +830,19 @@ def take_out(mode: TorchFunctionMode) -> None:
         above.append(top)
     for one in reversed(above):
         _push_mode(one)
+
+
+@dataclass
+class _AttendObserver:
+    """Told of one `regard.attend` by `kernels.run`."""
+
+    capture: AttentionCapture
+    frame: Frame
+    stream: Tensor | None  # the ids that the queries are made of, if these are known
+
+    def attention(self, call: Call, compute: Callable[[], Tensor]) -> Tensor:
+        out = compute()
+        return self.capture._attended(self.frame, self.stream, call.detached(), out)
 
 
 class _Elsewhere(TorchFunctionMode):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from regard.attention import Gathered, prepare
 from regard.kernels import Call, reference
+from regard.kernels.precision import fixed_precision
 from regard.masks import Causal, Keep, Mask
 
 __all__ = [
@@ -90,7 +91,7 @@ def _is_linear(entered: Tensor, result: Tensor, weight: Tensor, bias: Tensor | N
     if result.shape != (*entered.shape[:-1], weight.shape[0]) or not result.is_floating_point():
         return False
     wide = torch.promote_types(torch.promote_types(entered.dtype, weight.dtype), torch.float32)
-    with torch.autocast(entered.device.type, enabled=False):
+    with fixed_precision(entered):
         x, w = entered.to(wide), weight.to(wide)
         expected = x @ w.mT
         size = x.norm(dim=-1, keepdim=True) * w.norm(dim=1)  # no product is larger
@@ -269,7 +270,7 @@ def error_of(call: Call, output: Tensor) -> float:
     first, the middle and the last ones. Rows that see nothing do not count."""
     n, m = call.shape[2:]
     worst = torch.zeros((), dtype=call.dtype, device=output.device)
-    with torch.autocast(call.q.device.type, enabled=False):
+    with fixed_precision(call.q):
         for first in sorted({0, max(0, n // 2 - 2), max(0, n - 4)}):
             rows = slice(first, min(first + 4, n))
             part = call.part(call.q[:, :, rows], call.k, call.v, slice(None), rows, slice(0, m))

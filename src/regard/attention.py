@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,10 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BiasLike",
-    "Gathered",
     "Options",
     "ScoreOptions",
-    "Spread",
     "attend",
     "attention_weights",
     "explain",
@@ -105,38 +103,8 @@ def _check_names(function: Callable[..., Any], given: Mapping[str, Any], known: 
             raise unknown_argument("function", function, {name: given[name]})
 
 
-class Gathered(Protocol):
-    """Gathers per-head results over ranks: (B, h, ...) to (B, H, ...)."""
-
-    @property
-    def heads(self) -> int: ...
-
-    @property
-    def own(self) -> slice: ...
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-
-
-class Spread(Protocol):
-    """Attention of which other ranks have other heads or tokens; see `regard.parallel`."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor: ...
-
-    def weights(self, q: Tensor, k: Tensor, **options: Any) -> Tensor: ...
-
-    def seen(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Call, Gathered]: ...
-
-    def everything(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Call: ...
-
-    def outputs(self, out: Tensor) -> Tensor: ...
-
-    def whole_of(self, x: Tensor, dim: int) -> Tensor: ...
-
-
 @_takes(Options)
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", spread: Spread | None = None, **options: Unpack[Options]
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: Unpack[Options]) -> Tensor:
     """Scaled dot-product attention of every head: softmax(q k^T * scale) v.
 
     Args:
@@ -156,8 +124,6 @@ def attend(
         dropout: probability that a weight is dropped. A function does not know about training: pass 0 in evaluation.
         generator: where dropout's seed comes from; torch's default one else.
         kernel: "auto", or one of `regard.kernels.available()`; one that cannot serve raises and says why.
-        spread: where heads or tokens are spread over processes, how; a layer that was sharded by `regard.parallel`
-            gives it.
 
     Returns:
         (B, H, N, E). A query that may see nothing gets 0.
@@ -169,10 +135,7 @@ def attend(
     """
     _check_names(attend, options, _OPTIONS)
     if has_torch_function((q, k, v)):
-        sharded: dict[str, Any] = {} if spread is None else {"spread": spread}
-        return handle_torch_function(attend, (q, k, v), q, k, v, kernel=kernel, **options, **sharded)
-    if spread is not None:
-        return spread.attend(q, k, v, kernel=kernel, **({"dropout": 0.0} | options))
+        return handle_torch_function(attend, (q, k, v), q, k, v, kernel=kernel, **options)
     return run(prepare(q, k, v, **options), kernel)
 
 

@@ -21,8 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
 from typing import Any, Literal
@@ -32,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from regard.attention import Spread, attend, measure_call, prepare
+from regard.attention import attend, measure_call, prepare
 from regard.cache import RollingCache
 from regard.errors import bad_type, bad_value
 from regard.heads.capture import huggingface
@@ -51,6 +50,7 @@ from regard.heads.capture.observed import (
     whole_parameter,
     with_additive_masks,
 )
+from regard.heads.capture.registry import Handler, handler_of
 from regard.heads.capture.streams import Streams
 from regard.kernels import Call, observed_by
 from regard.layouts.torch_mha_call import Operands, functional_operands, is_causal_mask
@@ -157,6 +157,9 @@ class AttentionCapture:
 
     def _function(self, frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in _INTERESTING:
+            handler = handler_of(func)
+            if handler is not None:
+                return self._registered(frame, func, handler, *args, **kwargs)
             if isinstance(func, _OPERATORS) and operator_name(func) in _OPERATORS_SEEN:
                 return self._operator(frame, func, args, kwargs)
             out = func(*args, **kwargs)
@@ -258,13 +261,6 @@ class AttentionCapture:
 
     def _attend(self, frame: Frame, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """`regard.attend`, whose call is handed over where it runs: see `_attended`."""
-        sharded = options.get("spread")
-        if sharded is not None:
-            out = attend(q, k, v, **options)
-            not_asked = ("dropout", "generator", "kernel", "spread")
-            asked = dict.fromkeys(("mask", "bias", "sinks"))
-            asked |= {name: x for name, x in options.items() if name not in not_asked}
-            return self._spread(frame, sharded, out, q.detach(), k.detach(), v.detach(), asked)
         with observed_by(_AttendObserver(self, frame, self.streams.of(q))):
             return attend(q, k, v, **options)
 
@@ -279,29 +275,30 @@ class AttentionCapture:
             attention.numbers[first:] += cache.seen - held
         return self._told(frame, attention, out)
 
-    def _spread(
-        self, frame: Frame, spread: Spread, out: Tensor, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+    def _registered(
+        self, frame: Frame, func: Any, handler: Handler, q: Tensor, k: Tensor, v: Tensor, **options: Any
     ) -> Tensor:
         """Attention of which other processes have other heads or tokens: all look at the same time, each at all tokens
         of some heads."""
+        out = func(q, k, v, **options)
         if self.changes:
             raise bad_value(
                 "heads",
                 expected="a model on one process, where heads are changed",
-                received="one whose heads or tokens are spread over several",
+                received="one whose heads or tokens are sharded over several",
                 remedy="change them before regard.parallel, or prune",
             )
         with torch.no_grad():
-            call, together = spread.seen(q, k, v, **options)
-            here = self._describe(frame, (*q.shape[:3], k.shape[2]), self.streams.of(q), call=call)
-            attention = replace(here, together=together, everything=partial(spread.everything, q, k, v, **options))
+            part = handler(q.detach(), k.detach(), v.detach(), **options)
+            attention = self._describe(frame, (*q.shape[:3], k.shape[2]), self.streams.of(q), call=part.call)
+            attention.gather_heads, attention.global_call = part.gather_heads, part.global_call
             for name in ("ids", "input"):
-                part = getattr(attention, name)
-                setattr(attention, name, None if part is None else spread.whole_of(part, 1))
+                of_tokens = getattr(attention, name)
+                setattr(attention, name, None if of_tokens is None else part.gather_tokens(of_tokens, 1))
             self._find_projection(attention, frame, awaited=False)
             with torch._C.DisableTorchFunction():
                 if self.needs_output:
-                    attention.output = spread.outputs(out.detach())
+                    attention.output = part.gather_output(out.detach())
                 self.see(attention)
         return out
 

@@ -208,8 +208,8 @@ def measured(attention: ObservedCall, measures: list[Measure], text: SequenceRec
     known: dict[str, Any] = {"key_ids": key_ids, "ids": attention.ids, "text_ids": ids}
     known |= _known_of_padding(text, hidden, numbers)
     call, weights = attention.call, attention.weights
-    if call is not None and attention.together is not None:
-        return _measured_together(attention, usable, text, numbers)
+    if call is not None and attention.gather_heads is not None:
+        return _measured_over_processes(attention, usable, text, numbers)
     if call is not None:
         plane = replace(plane_of(call), values=call.v, out_weight=attention.out_weight, **known)
         if attention.kind == "self" and (text.pieces or attention.numbers is not None):
@@ -231,23 +231,23 @@ def measured(attention: ObservedCall, measures: list[Measure], text: SequenceRec
     return survey.result()
 
 
-def _measured_together(
+def _measured_over_processes(
     attention: ObservedCall, measures: list[Measure], text: SequenceRecord, numbers: Tensor
 ) -> Measurements:
-    """The same where each process has some heads: each measures its own, and what they find is put together. (What
-    needs all heads at once is measured by all of them.)"""
-    together, weight = attention.together, attention.out_weight
-    assert together is not None and attention.call is not None and attention.everything is not None
-    own, width = together.own, attention.call.v.shape[3]
-    part = None if weight is None else weight[:, own.start * width : own.stop * width]
-    here = replace(attention, together=None, everything=None, out_weight=part)
-    found = measured(here, [one for one in measures if not one.needs_all_heads], text, numbers)
-    values, counts = tree_map_only(Tensor, together, (found.values, found.counts))
+    """The same where each process has some heads: each measures its own, and the results are gathered. (A measure that
+    needs all heads at once is computed by every process.)"""
+    gather, weight = attention.gather_heads, attention.out_weight
+    assert gather is not None and attention.call is not None and attention.global_call is not None
+    own, width = gather.own, attention.call.v.shape[3]
+    own_weight = None if weight is None else weight[:, own.start * width : own.stop * width]
+    here = replace(attention, gather_heads=None, global_call=None, out_weight=own_weight)
+    results = measured(here, [one for one in measures if not one.needs_all_heads], text, numbers)
+    values, counts = tree_map_only(Tensor, gather, (results.values, results.counts))
     of_all = [one for one in measures if one.needs_all_heads]
     if of_all:
-        there = replace(here, call=attention.everything(), out_weight=weight)
-        values |= measured(there, of_all, text, numbers).values
-    return Measurements(values, together(found.seen), counts)
+        everywhere = replace(here, call=attention.global_call(), out_weight=weight)
+        values |= measured(everywhere, of_all, text, numbers).values
+    return Measurements(values, gather(results.seen), counts)
 
 
 def joined(text: SequenceRecord, measures: list[Measure]) -> dict[str, Any]:

@@ -221,11 +221,13 @@ def _rows(heads: Sequence[tuple[str, int]], key: Key, trained: Halves, shuffled:
     role = ROLES.get(relation) or ROLES.get(relation.split(":")[0]) or relation
     rows = {
         i: Row(
-            relation,
-            direction,
-            *heads[i],
-            float(reported[i]),
-            *intervals[i],
+            relation=relation,
+            direction=direction,
+            layer=heads[i][0],
+            head=heads[i][1],
+            accuracy=float(reported[i]),
+            low=intervals[i][0],
+            high=intervals[i][1],
             n=n,
             baseline=baselines[1],
             offset=offset,

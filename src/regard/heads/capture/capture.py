@@ -305,7 +305,7 @@ class AttentionCapture:
     def _multi_head(self, frame: Frame, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         # The output projection is inside. Where heads are changed, here or by somebody further out whose changes are to
         # be seen, its work is done again with the heads' outputs between; and those further out see `attend` alone.
-        again = self.changes or (self.needs_output and any(one.changes for one in huggingface.lookers()))
+        again = self.changes or (self.needs_output and any(one.changes for one in huggingface.observers()))
         with torch._C.DisableTorchFunction() if again else nullcontext():
             out, weights = _multi_head_unwatched(frame, args, kwargs)
         with torch.no_grad():
@@ -387,7 +387,7 @@ class AttentionCapture:
         out, *rest = result  # out (B, N, H, E), or with its heads merged already
         output = (out if out.dim() == 4 else out.unflatten(-1, (query.shape[1], -1))).transpose(1, 2)
         # Whoever is further out may have changed what comes out: then there is nothing to compare with.
-        others = any(one.changes for one in huggingface.lookers() if one is not self)
+        others = any(one.changes for one in huggingface.observers() if one is not self)
         found: Call | Tensor | None = call
         if not (certain or others):
             with torch.no_grad(), torch._C.DisableTorchFunction():

@@ -26,7 +26,7 @@ SHELL := /bin/sh
 MAKEFLAGS += --no-builtin-rules
 .NOTPARALLEL:
 
-.PHONY: help look test test-slow test-all test-levels fuzz lint sanitize bench clean
+.PHONY: help look test test-slow test-all test-levels fuzz lint format sanitize bench clean
 
 help:
 	@echo "make look      show what the heads of a real model attend to    (SENTENCE=\"...\")"
@@ -34,7 +34,8 @@ help:
 	@echo "make test-all  the same, and those that take seconds each"
 	@echo "make test-levels  the numerical tests again, as on CPUs with fewer instructions"
 	@echo "make fuzz      random examples, new ones in every round         (MINUTES=10)"
-	@echo "make lint      check style, formatting, import order of rooms, types"
+	@echo "make lint      check style, formatting, which package imports which, types"
+	@echo "make format    format Python, C++, and the page's scripts and styles"
 	@echo "make sanitize  run the native kernel's tests under AddressSanitizer and UBSan"
 	@echo "make bench     measure the kernel, the layer and the models beside their peers, looking and pruning"
 	@echo "make clean     remove build products and caches                 (the environment, .venv, stays)"
@@ -66,7 +67,13 @@ fuzz: $(VENV)/.installed-test
 	  REGARD_HYPOTHESIS=fuzz $(PYTEST) -q -m hypothesis --hypothesis-seed=$$seed $(ARGS) || exit 1; \
 	done
 
-# Every check runs, so that one run tells all there is to mend; the target fails if any of them did.
+CXX_FILES := $(wildcard src/regard/kernels/native/*.h src/regard/kernels/native/*.cpp)
+# The version is the one in .pre-commit-config.yaml.
+PRETTIER := npx --yes prettier@3.9.10
+HAVE_PRETTIER := [ -f .prettierrc.json ] && $(PRETTIER) --version >/dev/null 2>&1
+NO_PRETTIER := echo "== prettier: skipped (needs .prettierrc.json, npx and access to its packages)"
+
+# All checks run, so that one run reports all failures; the target fails if any check did.
 lint: $(VENV)/.installed-lint
 	@failed=; \
 	check() { echo "== $$*"; "$$@" || failed="$$failed $$name"; }; \
@@ -74,7 +81,15 @@ lint: $(VENV)/.installed-lint
 	name=ruff-format;  check $(RUN) -m ruff format --check .; \
 	name=lint-imports; check $(VENV)/bin/lint-imports --no-logo; \
 	name=pyright;      check $(RUN) -m pyright --pythonpath $(RUN); \
+	name=clang-format; check $(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES); \
+	name=prettier;     if $(HAVE_PRETTIER); then check $(PRETTIER) --check src/regard/draw/page; else $(NO_PRETTIER); fi; \
 	if [ -n "$$failed" ]; then echo "lint: failed:$$failed" >&2; exit 1; fi
+
+format: $(VENV)/.installed-lint
+	$(RUN) -m ruff check --fix-only .
+	$(RUN) -m ruff format .
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
+	@if $(HAVE_PRETTIER); then $(PRETTIER) --write src/regard/draw/page; else $(NO_PRETTIER); fi
 
 # The native kernel compiled with checks of every memory access and of what C++ leaves undefined; the checks' own runtime has
 # to be loaded before all else.

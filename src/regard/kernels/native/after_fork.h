@@ -1,5 +1,6 @@
-// A forked child has none of its parent's threads, but its OpenMP runtime still counts on those of the thread that forked
-// and would wait for them for ever. A thread that is new in the child has no such memory: so there, calls run in one.
+// A forked child has none of its parent's threads, but its OpenMP runtime still counts on those of the thread that
+// forked and would wait for them for ever. A thread that is new in the child has no such memory: so there, calls run in
+// one.
 #pragma once
 #include <pthread.h>
 

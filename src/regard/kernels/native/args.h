@@ -21,9 +21,9 @@ enum regard_dtype : int32_t { REGARD_FLOAT32 = 0, REGARD_BFLOAT16 = 1, REGARD_FL
 
 enum regard_status : int32_t {
     REGARD_OK = 0,
-    REGARD_BAD_SIZE = 1,         // `size` is not that of the struct this library was built with
-    REGARD_BAD_SHAPE = 2,        // a size below 0, a width beyond 256, heads no multiple of groups; backward: no out, no lse
-    REGARD_NO_SUCH_ISA = 3,      // the CPU lacks what was asked for
+    REGARD_BAD_SIZE = 1,   // `size` is not that of the struct this library was built with
+    REGARD_BAD_SHAPE = 2,  // a size below 0, a width beyond 256, heads no multiple of groups; backward: no out, no lse
+    REGARD_NO_SUCH_ISA = 3,  // the CPU lacks what was asked for
     REGARD_NO_MEMORY = 4,
 };
 
@@ -63,19 +63,19 @@ struct regard_args {
     float drop_kept;         // what a weight that stays is multiplied by
 
     // Statistics of the weights before dropout, all contiguous, each null where it is not wanted.
-    float *entropy, *peak;        // (B, H, N)
-    int64_t *target;              // (B, H, N), -1 where a row sees nothing
-    float *distance, *offset;     // (B, H, N) by positions
-    float *on_first;              // (B, H, N)
-    float *received;              // (B, H, M)
-    float *offsets;               // (B, H, offsets_before + 1 + offsets_after), summed over queries
+    float *entropy, *peak;     // (B, H, N)
+    int64_t *target;           // (B, H, N), -1 where a row sees nothing
+    float *distance, *offset;  // (B, H, N) by positions
+    float *on_first;           // (B, H, N)
+    float *received;           // (B, H, M)
+    float *offsets;            // (B, H, offsets_before + 1 + offsets_after), summed over queries
     int64_t offsets_before, offsets_after;
     float *heatmap;  // (B, H, rows, cols): query i is in cell i * rows / N
     int64_t heatmap_rows, heatmap_cols;
 };
 
-// What the backward pass takes and gives, besides the call itself with its `out` and `lse` as the forward pass left them.
-// Gradients have the dtype of what they belong to; each is null where it is not wanted.
+// What the backward pass takes and gives, besides the call itself with its `out` and `lse` as the forward pass left
+// them. Gradients have the dtype of what they belong to; each is null where it is not wanted.
 struct regard_gradients {
     uint64_t size;       // sizeof(regard_gradients)
     const void *d_out;   // (B, H, N, E)

@@ -7,10 +7,11 @@
 //     dQ^T += K^T dS^T    (D x lanes)
 //
 // Five products, none of which has a horizontal step: P^T and dS^T lie with queries along the lanes, which is what dQ^T
-// wants for vectors and dV and dK for broadcasts. So of a block's queries Q and dO are needed both ways, as lanes and as
-// rows; K and V are read as they lie. The scale is left to the ends: dQ and dK are multiplied once, and not each dS.
+// wants for vectors and dV and dK for broadcasts. So of a block's queries Q and dO are needed both ways, as lanes and
+// as rows; K and V are read as they lie. The scale is left to the ends: dQ and dK are multiplied once, and not each dS.
 //
-// A *unit* of work is a kv head, or a part of the queries that look at it: what they give to dK and dV adds up in one place.
+// A *unit* of work is a kv head, or a part of the queries that look at it: what they give to dK and dV adds up in one
+// place.
 //
 //     q, d_out, out         (D or E, LANES)            the block's queries, along the lanes
 //     q_rows, d_out_rows    (LANES, D'), (LANES, E')   the same as rows; ' means rounded up to whole vectors
@@ -85,7 +86,8 @@ struct Bench {
 };
 
 // Rows as the products want them, `padded` numbers apart and 0 from `width` on: as they lie, or copied.
-inline const float *padded_rows(const float *from, int64_t stride, int64_t rows, int64_t width, int64_t padded, float *to) {
+inline const float *padded_rows(const float *from, int64_t stride, int64_t rows, int64_t width, int64_t padded,
+                                float *to) {
     if (stride == padded && width == padded) return from;
     for (int64_t i = 0; i < rows; i++) {
         std::memcpy(to + i * padded, from + i * stride, (size_t)width * sizeof(float));
@@ -110,23 +112,24 @@ inline const float *cleaned(const float *from, int64_t rows, int64_t width, floa
     return to;
 }
 
-// delta[lane] = sum_e d_out[e][lane] out[e][lane], summed up in the very order of `scores`: of a query that sees one key
-// alone, delta and dP are then the same to the bit, and their difference is 0, as it must be.
+// delta[lane] = sum_e d_out[e][lane] out[e][lane], summed up in the very order of `scores`: of a query that sees one
+// key alone, delta and dP are then the same to the bit, and their difference is 0, as it must be.
 inline void row_sums(const float *d_out, const float *out, int64_t width, int lanes, float *delta) {
     const int64_t pieces = (width + PIECE - 1) / PIECE;
     for (int lane = 0; lane < lanes; lane += W) {
         F total = {};
         for (int64_t i = 0, e = 0; i < pieces; i++) {
             F sum = {};
-            for (; e < width * (i + 1) / pieces; e++) sum += load(out + e * LANES + lane) * load(d_out + e * LANES + lane);
+            for (; e < width * (i + 1) / pieces; e++)
+                sum += load(out + e * LANES + lane) * load(d_out + e * LANES + lane);
             total = sum + total;
         }
         store(delta + lane, total);
     }
 }
 
-// A block's queries and their gradients into lanes and rows, and what is known of each row. Returns what they give to the
-// gradient of their head's sink: it is a key whose dP is 0.
+// A block's queries and their gradients into lanes and rows, and what is known of each row. Returns what they give to
+// the gradient of their head's sink: it is a key whose dP is 0.
 inline double open(const regard_args &a, const regard_gradients &g, const Block &block, Queries &to, Bench &bench) {
     to.block = block;
     to.plan.emplace(a, to.block);
@@ -135,8 +138,8 @@ inline double open(const regard_args &a, const regard_gradients &g, const Block 
     };
     const int64_t padded_k = whole_vectors(a.width), padded_v = whole_vectors(a.value_width);
     to.q_rows = padded_rows(rows_at(a.q, a.q_stride), a.q_stride[2], block.rows, a.width, padded_k, to.q_copy);
-    to.d_out_rows = padded_rows(rows_at(g.d_out, g.d_out_stride), g.d_out_stride[2], block.rows, a.value_width, padded_v,
-                                to.d_out_copy);
+    to.d_out_rows = padded_rows(rows_at(g.d_out, g.d_out_stride), g.d_out_stride[2], block.rows, a.value_width,
+                                padded_v, to.d_out_copy);
     rows_to_lanes(to.q_rows, padded_k, block.rows, block.lanes, a.width, to.q);
     rows_to_lanes(to.d_out_rows, padded_v, block.rows, block.lanes, a.value_width, to.d_out);
     rows_to_lanes(rows_at(a.out, a.out_stride), a.out_stride[2], block.rows, block.lanes, a.value_width, bench.out);
@@ -167,8 +170,8 @@ inline double open(const regard_args &a, const regard_gradients &g, const Block 
     return d_sink;
 }
 
-// p: scores become weights, after dropout. ds: dP becomes dS. Scores times scale are rounded as lse was: so the weight of a
-// key that has it all is 1 exactly, however large the scores.
+// p: scores become weights, after dropout. ds: dP becomes dS. Scores times scale are rounded as lse was: so the weight
+// of a key that has it all is 1 exactly, however large the scores.
 template <bool Drop, int NV>
 void weigh_strip(const regard_args &a, const int32_t *col, int64_t keys, float scale, int lane, const Queries &of,
                  float *weights, float *gradients) {
@@ -200,8 +203,9 @@ void weigh_strip(const regard_args &a, const int32_t *col, int64_t keys, float s
 
 inline void weigh(const regard_args &a, const Queries &of, const Span &span, float scale, float *p, float *ds) {
     const int64_t keys = span.last - span.first;
-    const int32_t *col = a.drop_rows ? a.drop_cols + of.block.item * a.drop_cols_stride[0] + span.first * a.drop_cols_stride[1]
-                                     : nullptr;
+    const int32_t *col = a.drop_rows
+                             ? a.drop_cols + of.block.item * a.drop_cols_stride[0] + span.first * a.drop_cols_stride[1]
+                             : nullptr;
     over_lanes(span.lane, span.lanes_end, [&](int lane, auto nv) {
         if (a.drop_rows) weigh_strip<true, nv.value>(a, col, keys, scale, lane, of, p, ds);
         else weigh_strip<false, nv.value>(a, col, keys, scale, lane, of, p, ds);
@@ -260,10 +264,13 @@ inline void advance(const regard_args &a, const regard_gradients &g, const Unit 
             plan.hide(span, ds, 0.0f);
         }
         if (g.d_v)
-            weigh_rows(p + first, keys, queries, of.d_out_rows + first * padded_v, padded_v, unit.dv + span.first * padded_v);
+            weigh_rows(p + first, keys, queries, of.d_out_rows + first * padded_v, padded_v,
+                       unit.dv + span.first * padded_v);
         if (bias.wanted) bias.add(block, unit.number, span, ds);
         if (a.softcap != 0.0f) follow_softcap(span, bench.slope, ds);
-        if (g.d_k) weigh_rows(ds + first, keys, queries, of.q_rows + first * padded_k, padded_k, unit.dk + span.first * padded_k);
+        if (g.d_k)
+            weigh_rows(ds + first, keys, queries, of.q_rows + first * padded_k, padded_k,
+                       unit.dk + span.first * padded_k);
         if (g.d_q) values(k, a.width, ds, keys, a.width, first, last, bench.ones, of.dq);
     });
 }
@@ -271,8 +278,9 @@ inline void advance(const regard_args &a, const regard_gradients &g, const Unit 
 inline void close(const regard_args &a, const regard_gradients &g, const Queries &of, const Bench &bench) {
     if (!g.d_q) return;
     const Block &block = of.block;
-    float *to = (float *)g.d_q + block.item * g.d_q_stride[0] + block.head * g.d_q_stride[1] + block.row * g.d_q_stride[2];
+    float *to =
+        (float *)g.d_q + block.item * g.d_q_stride[0] + block.head * g.d_q_stride[1] + block.row * g.d_q_stride[2];
     lanes_to_rows(of.dq, block.rows, a.width, bench.scale, to, g.d_q_stride[2]);
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -19,14 +19,15 @@ class Backward {
     const Work work;
     BiasGradient bias;
     const int64_t kv_heads, shared;  // shared: query heads of a kv head
-    const int64_t together;          // steps that go to the same part: those of a block's rows, for the sake of the bias
+    const int64_t together;  // steps that go to the same part: those of a block's rows, for the sake of the bias
     const int64_t parts;
     const int64_t padded_k, padded_v;
     const int64_t dk_size, dv_size;  // of a unit's sums
-    // Where keys, values and their gradients outgrow the L2 cache, a few blocks of queries go through them side by side.
+    // Where keys, values and their gradients outgrow the L2 cache, a few blocks of queries go through them side by
+    // side.
     const int64_t team, chunk;
     Scratch partial;
-    float *sums = nullptr;         // (kv_heads, parts, dk_size + dv_size), where a kv head has several parts
+    float *sums = nullptr;          // (kv_heads, parts, dk_size + dv_size), where a kv head has several parts
     std::vector<double> sink_sums;  // (batch * heads, blocks)
 
     int64_t steps() const { return work.blocks * shared; }
@@ -75,7 +76,8 @@ class Backward {
 
     // The rows [first, last) of a kv head's gradients, from the sums of its parts, the first of which are given.
     void deliver(int64_t kv_head, const float *dk, const float *dv, int64_t first, int64_t last) const {
-        const auto rows = [&](const float *from, int64_t padded, int64_t width, float factor, void *to, const int64_t *stride) {
+        const auto rows = [&](const float *from, int64_t padded, int64_t width, float factor, void *to,
+                              const int64_t *stride) {
             float *at = (float *)to + kv_head / a.groups * stride[0] + kv_head % a.groups * stride[1];
             for (int64_t j = first; j < last; j++) {
                 for (int64_t x = 0; x < width; x += W) {
@@ -122,7 +124,8 @@ class Backward {
                 failed = true;
             }
             // Once begun a unit does not fail: another one may be waiting for its turn.
-            for (int64_t i; ready && (i = next.fetch_add(1, std::memory_order_relaxed)) < kv_heads * parts;) run_unit(i);
+            for (int64_t i; ready && (i = next.fetch_add(1, std::memory_order_relaxed)) < kv_heads * parts;)
+                run_unit(i);
             bench.scratch.keep(KEPT);
             if (parts > 1) {
                 constexpr int64_t ROWS = 64;
@@ -147,4 +150,4 @@ class Backward {
     }
 };
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

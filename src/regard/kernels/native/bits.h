@@ -47,4 +47,4 @@ inline I spread(uint64_t bits) {
     return (broadcast((int32_t)bits) & lane_bits(std::make_integer_sequence<int, W>{})) != 0;
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

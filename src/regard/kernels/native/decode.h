@@ -114,7 +114,8 @@ void weigh(const T *v, int64_t stride, int64_t keys, const float *p, const float
     }
 }
 
-// f(n, size as a type) for tiles of [first, last): of `size` as long as there are so many, then of half of it, and so on.
+// f(n, size as a type) for tiles of [first, last): of `size` as long as there are so many, then of half of it, and so
+// on.
 template <int size, class Function>
 inline void over_tiles(int64_t first, int64_t last, Function f) {
     for (; first + size <= last; first += size) f(first, std::integral_constant<int, size>{});
@@ -216,11 +217,12 @@ class Reading {
     void score(const Q *q, int64_t first, int64_t keys) {
         for (int64_t j = 0; j < keys; j += W) {
             const int64_t some = std::min<int64_t>(W, keys - j);
-            with_whole_vectors(k + (first + j) * a.k_stride[2], a.k_stride[2], some, a.width, [&](const auto *key, int64_t stride) {
-                over_tiles<(W > 4 ? 4 : 2)>(0, count, [&](int64_t n, auto qt) {
-                    meet<qt.value>(key, stride, some, q + n * q_row, q_row, s + n * RUN + j);
-                });
-            });
+            with_whole_vectors(k + (first + j) * a.k_stride[2], a.k_stride[2], some, a.width,
+                               [&](const auto *key, int64_t stride) {
+                                   over_tiles<(W > 4 ? 4 : 2)>(0, count, [&](int64_t n, auto qt) {
+                                       meet<qt.value>(key, stride, some, q + n * q_row, q_row, s + n * RUN + j);
+                                   });
+                               });
         }
     }
 
@@ -233,7 +235,8 @@ class Reading {
         }
         if (!a.bias) return;
         const int64_t *stride = a.bias_stride;
-        const float *bias = a.bias + item * stride[0] + head_of(n) * stride[1] + n % a.queries * stride[2] + first * stride[3];
+        const float *bias =
+            a.bias + item * stride[0] + head_of(n) * stride[1] + n % a.queries * stride[2] + first * stride[3];
         for (int64_t j = 0; j < keys; j++) row[j] += bias[j * stride[3]];
     }
 
@@ -251,7 +254,8 @@ class Reading {
         }
         if (a.mask) {
             const int64_t *stride = a.mask_stride;
-            const uint8_t *mask = a.mask + item * stride[0] + head_of(n) * stride[1] + n % a.queries * stride[2] + first * stride[3];
+            const uint8_t *mask =
+                a.mask + item * stride[0] + head_of(n) * stride[1] + n % a.queries * stride[2] + first * stride[3];
             for (int64_t j = 0; j < keys; j++) row[j] = mask[j * stride[3]] ? row[j] : NOTHING;
         }
     }
@@ -288,15 +292,16 @@ class Reading {
 
     // o = o * shrink + p v
     void add(int64_t first, int64_t keys) {
-        with_whole_vectors(v + first * a.v_stride[2], a.v_stride[2], keys, a.value_width, [&](const auto *value, int64_t stride) {
-            over_tiles<2>(0, count, [&](int64_t n, auto qt) {
-                constexpr int QT = qt.value, ET = std::min(REGISTERS / 2 / QT, 8);
-                over_tiles<ET>(0, o_row / W, [&](int64_t x, auto et) {
-                    const int64_t e = x * W;
-                    weigh<QT, et.value>(value + e, stride, keys, s + n * RUN, shrink + n, o + n * o_row + e, o_row);
+        with_whole_vectors(
+            v + first * a.v_stride[2], a.v_stride[2], keys, a.value_width, [&](const auto *value, int64_t stride) {
+                over_tiles<2>(0, count, [&](int64_t n, auto qt) {
+                    constexpr int QT = qt.value, ET = std::min(REGISTERS / 2 / QT, 8);
+                    over_tiles<ET>(0, o_row / W, [&](int64_t x, auto et) {
+                        const int64_t e = x * W;
+                        weigh<QT, et.value>(value + e, stride, keys, s + n * RUN, shrink + n, o + n * o_row + e, o_row);
+                    });
                 });
             });
-        });
     }
 
     // What `widen_row` took apart.
@@ -319,7 +324,8 @@ class Reading {
         return !a.mask || a.mask[item * stride[0] + head_of(n) * stride[1] + row * stride[2] + key * stride[3]];
     }
 
-    // The same as `add` where v may hold NaN or inf: of visible pairs alone, for 0 * NaN of a hidden one must not count.
+    // The same as `add` where v may hold NaN or inf: of visible pairs alone, for 0 * NaN of a hidden one must not
+    // count.
     void add_carefully(int64_t first, int64_t keys) {
         for (int64_t n = 0; n < count; n++) {
             for (int64_t e = 0; e < a.value_width; e++) {
@@ -441,4 +447,4 @@ void decode(const regard_args &a, Scratch &memory) {
     if (failed) throw std::bad_alloc();
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -5,10 +5,10 @@
 #include "after_fork.h"
 #include "args.h"
 
-#define DECLARE(name)                                                \
-    namespace regard_##name {                                        \
-    void attention(const regard_args &);                             \
-    void backward(const regard_args &, const regard_gradients &);    \
+#define DECLARE(name)                                                                                                  \
+    namespace regard_##name {                                                                                          \
+        void attention(const regard_args &);                                                                           \
+        void backward(const regard_args &, const regard_gradients &);                                                  \
     }
 DECLARE(portable)
 DECLARE(avx2)

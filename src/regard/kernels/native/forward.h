@@ -46,7 +46,7 @@ class Scratch {
 // A span that has been computed, for those who look at the weights afterwards.
 struct Seen {
     Span span;
-    const float *weights;             // (keys, LANES), relative to `base`
+    const float *weights;  // (keys, LANES), relative to `base`
     alignas(64) float base[LANES];
 };
 
@@ -72,7 +72,8 @@ struct Desk {
 
     void lay(const regard_args &a, bool looking, size_t more) {
         const size_t block = KEYS * LANES, strip = looking ? (size_t)a.keys * LANES : 0;
-        const size_t floats = (a.width + a.value_width) * LANES + 4 * block + KEYS * (a.width + a.value_width) + strip + more;
+        const size_t floats =
+            (a.width + a.value_width) * LANES + 4 * block + KEYS * (a.width + a.value_width) + strip + more;
         scratch.reserve(floats * 4 + 16 * 64);
         q = scratch.take<float>(a.width * LANES);
         o = scratch.take<float>(a.value_width * LANES);
@@ -86,8 +87,8 @@ struct Desk {
     }
 };
 
-// Rows that lie apart, side by side: (B, N, H, D) strides land in few sets of the caches and a page each. Copied once per
-// block they cost little.
+// Rows that lie apart, side by side: (B, N, H, D) strides land in few sets of the caches and a page each. Copied once
+// per block they cost little.
 template <class T>
 const T *side_by_side(const T *from, int64_t stride, int64_t rows, int64_t width, float *to) {
     if (stride == width) return from;
@@ -136,7 +137,8 @@ inline void values_of(const Pair *v, int64_t stride, const float *p, const Span 
 // The same where v may hold NaN or inf: of visible pairs alone, for 0 * NaN of a hidden one must not count. (That of a
 // visible one does, whatever its weight: as without a mask.)
 template <class T>
-void values_carefully(const T *v, int64_t stride, const float *p, const Plan &plan, const Span &span, int64_t width, Desk &desk) {
+void values_carefully(const T *v, int64_t stride, const float *p, const Plan &plan, const Span &span, int64_t width,
+                      Desk &desk) {
     const int64_t keys = span.last - span.first;
     for (int64_t j = 0; j < keys; j++) {
         for (int64_t e = 0; e < width; e++) {
@@ -155,11 +157,13 @@ void values_carefully(const T *v, int64_t stride, const float *p, const Plan &pl
     }
 }
 
-// Whether scores are more than q . k times a positive scale, which alone is left to the exponent's FMA; anything more is
-// computed in base e first.
+// Whether scores are more than q . k times a positive scale, which alone is left to the exponent's FMA; anything more
+// is computed in base e first.
 inline bool transforms(const regard_args &a) { return a.softcap != 0.0f || a.bias || !(a.scale > 0.0f); }
 // What scores are multiplied by in the exponent, base 2.
-inline float exponent_of(const regard_args &a) { return transforms(a) ? LOG2_E : (float)(a.scale * 1.4426950408889634); }
+inline float exponent_of(const regard_args &a) {
+    return transforms(a) ? LOG2_E : (float)(a.scale * 1.4426950408889634);
+}
 
 // What they are multiplied by for base e: exactly, and not by way of base 2, for lse must agree with what the backward
 // pass computes again, however large the scores.
@@ -175,7 +179,8 @@ void start(const regard_args &a, const Block &block, Desk &desk) {
         int64_t stride = a.q_stride[2] / 2;
         const int64_t width = width_of<Pair>(a);
         if (!lies_in_pairs(a.q, a.q_stride, a.width)) {
-            for (int i = 0; i < block.rows; i++) to_pairs(from + i * a.q_stride[2], a.width, (Pair *)desk.keys + i * width);
+            for (int i = 0; i < block.rows; i++)
+                to_pairs(from + i * a.q_stride[2], a.width, (Pair *)desk.keys + i * width);
             from = (const BFloat16 *)desk.keys;
             stride = width;
         }
@@ -305,4 +310,4 @@ void finish(const regard_args &a, const Block &block, Desk &desk) {
     }
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -75,4 +75,4 @@ inline void block_to_lanes(const float *from, int64_t row_stride, int64_t key_st
     }
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -126,4 +126,4 @@ inline void with_dtype(int32_t dtype, Function f) {
     else f(float{});
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -33,9 +33,8 @@ void in_floats(const regard_args &a, Function run) {
         packed.reserve(key_rows(a) * (size_t)(a.width * keys + a.value_width * values) * sizeof(float) + 128);
         const auto copied = [&](const void *from, int64_t (&stride)[3], int64_t width) {
             const int64_t apart = stride[2];
-            return pack<float>(a, (const T *)from, stride, a.keys, width, [&](const T *rows, int64_t j, float *to) {
-                copy_row(rows + j * apart, width, to);
-            });
+            return pack<float>(a, (const T *)from, stride, a.keys, width,
+                               [&](const T *rows, int64_t j, float *to) { copy_row(rows + j * apart, width, to); });
         };
         if (keys) b.k = copied(a.k, b.k_stride, a.width);
         if (values) b.v = copied(a.v, b.v_stride, a.value_width);
@@ -52,15 +51,15 @@ void in_pairs(const regard_args &a, Function run) {
     if (lies_in_pairs(a.k, a.k_stride, a.width) && !(many(a) && a.k_stride[2] != a.width)) {
         for (int64_t &stride : b.k_stride) stride /= 2;
     } else {
-        b.k = pack<Pair>(a, (const BFloat16 *)a.k, b.k_stride, a.keys, width, [&](const BFloat16 *k, int64_t j, Pair *to) {
-            to_pairs(k + j * a.k_stride[2], a.width, to);
-        });
+        b.k = pack<Pair>(a, (const BFloat16 *)a.k, b.k_stride, a.keys, width,
+                         [&](const BFloat16 *k, int64_t j, Pair *to) { to_pairs(k + j * a.k_stride[2], a.width, to); });
     }
     if (a.out) {
-        b.v = pack<Pair>(a, (const BFloat16 *)a.v, b.v_stride, pairs, a.value_width, [&](const BFloat16 *v, int64_t j, Pair *to) {
-            const BFloat16 *first = v + 2 * j * a.v_stride[2];
-            pair_rows(first, 2 * j + 1 < a.keys ? first + a.v_stride[2] : nullptr, a.value_width, to);
-        });
+        b.v = pack<Pair>(a, (const BFloat16 *)a.v, b.v_stride, pairs, a.value_width,
+                         [&](const BFloat16 *v, int64_t j, Pair *to) {
+                             const BFloat16 *first = v + 2 * j * a.v_stride[2];
+                             pair_rows(first, 2 * j + 1 < a.keys ? first + a.v_stride[2] : nullptr, a.value_width, to);
+                         });
     }
     run(b, Pair{});
 }
@@ -73,4 +72,4 @@ void prepare(const regard_args &a, Function run) {
     in_floats(a, run);
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -17,8 +17,8 @@ inline int rows_per_block(const regard_args &a) {
 
 struct Work {
     const regard_args &a;  // outlives it
-    int rows;        // of a block
-    int64_t blocks;  // of a head
+    int rows;              // of a block
+    int64_t blocks;        // of a head
     explicit Work(const regard_args &a) : a(a), rows(rows_per_block(a)), blocks((a.queries + rows - 1) / rows) {}
 
     // The last rows first: where attention is causal they are the heaviest, and the light ones even out the end.
@@ -42,8 +42,8 @@ inline void keep_desks() {
 }
 thread_local Scratch packed, part_sums;  // the calling thread's
 
-// Keys or values as the blocks of queries want them, copied once for all of them: side by side where their rows lie apart,
-// as in (B, N, H, D), and as T. copy(j, to) fills row j of `rows`.
+// Keys or values as the blocks of queries want them, copied once for all of them: side by side where their rows lie
+// apart, as in (B, N, H, D), and as T. copy(j, to) fills row j of `rows`.
 template <class T, class From, class Copy>
 const T *pack(const regard_args &a, const From *from, int64_t (&stride)[3], int64_t rows, int64_t width, Copy copy) {
     T *to = packed.take<T>((size_t)(a.batch * a.groups * rows * width));
@@ -64,8 +64,8 @@ const T *pack(const regard_args &a, const From *from, int64_t (&stride)[3], int6
     return to;
 }
 
-// A team of blocks through all keys, side by side: chunk by chunk, so that the keys and values of a chunk are read from the
-// L2 cache by all but the first.
+// A team of blocks through all keys, side by side: chunk by chunk, so that the keys and values of a chunk are read from
+// the L2 cache by all but the first.
 template <bool Look, class T>
 void go_through(const regard_args &a, const Block *blocks, int64_t count) {
     for (int64_t m = 0; m < count; m++) start<T>(a, blocks[m], team[m]);
@@ -182,4 +182,4 @@ void looking(const Work &work) {
     if (failed) throw std::bad_alloc();
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -216,4 +216,4 @@ class AllowSubnormals {
     AllowSubnormals(const AllowSubnormals &) = delete;
 };
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -12,7 +12,7 @@ constexpr float LN_2 = 0.6931471805599453f;
 // What is known of each row so far. `base` is what is subtracted from scores: the maximum, or 0 where nothing was seen.
 // It is subtracted before anything is multiplied: the largest weight is 1 exactly, however large the scores.
 struct Rows {
-    alignas(64) float top[LANES];     // the largest score
+    alignas(64) float top[LANES];  // the largest score
     alignas(64) float base[LANES];
     alignas(64) float total[LANES];   // sum of weights
     alignas(64) float logs[LANES];    // sum of weight * log2(weight): entropy comes of it
@@ -28,8 +28,8 @@ struct Rows {
     }
 };
 
-// The scores' own arithmetic where there is more than a positive scale: softcap, bias. In place, in base e. `slope` takes
-// the softcap's derivative, where it is wanted.
+// The scores' own arithmetic where there is more than a positive scale: softcap, bias. In place, in base e. `slope`
+// takes the softcap's derivative, where it is wanted.
 inline void transform(float *s, int64_t keys, int first, int last, float scale, float softcap, const float *bias,
                       float *slope = nullptr) {
     const float inner = softcap != 0.0f ? scale / softcap : scale;
@@ -103,10 +103,12 @@ void exponentials_strip(float *s, int64_t keys, float factor, Rows &rows, int la
 
 template <bool Logs>
 void exponentials(float *s, int64_t keys, int first, int last, float factor, Rows &rows) {
-    over_lanes(first, last, [&](int lane, auto nv) { exponentials_strip<Logs, nv.value>(s, keys, factor, rows, lane); });
+    over_lanes(first, last,
+               [&](int lane, auto nv) { exponentials_strip<Logs, nv.value>(s, keys, factor, rows, lane); });
 }
 
-// Whether dropout keeps a weight, by the hashes of its row and column. (Unsigned arithmetic wraps; the shift is signed.)
+// Whether dropout keeps a weight, by the hashes of its row and column. (Unsigned arithmetic wraps; the shift is
+// signed.)
 template <class Signed, class Unsigned>
 inline auto stays(Signed row, Signed col, int32_t threshold) {
     Signed x = (Signed)((Unsigned)(row ^ col) * 0x2C1B3C6Du);
@@ -127,4 +129,4 @@ inline void drop(const float *p, int64_t keys, int first, int last, const int32_
     }
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

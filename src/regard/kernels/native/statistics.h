@@ -26,10 +26,11 @@ inline int64_t part_size(const regard_args &a) {
 inline int64_t first_of_cell(int64_t cell, int64_t cells, int64_t n) { return (cell * n + cells - 1) / cells; }
 
 struct Moments {
-    // Sums of weight * (j - i) and of weight * |j - i|. Thousands of positions times small weights: float would lose digits.
-    // `mass` is the sum of those very weights: what they have in common of rounding errors falls out of the quotient.
+    // Sums of weight * (j - i) and of weight * |j - i|. Thousands of positions times small weights: float would lose
+    // digits. `mass` is the sum of those very weights: what they have in common of rounding errors falls out of the
+    // quotient.
     alignas(64) double ahead[LANES], apart[LANES], mass[LANES];
-    alignas(64) float position[LANES];             // of the query, counted from the block's first
+    alignas(64) float position[LANES];  // of the query, counted from the block's first
 };
 
 // The cells of the heatmap that a span's keys fall into: `at` is the first one's row of lanes, `next` the key (counted
@@ -116,7 +117,8 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
     int64_t cell_begin = 0, cell_end = 0;  // the cells of the heatmap that this block touches
     for (const Seen &seen : desk.seen) {
         const Span &span = seen.span;
-        // Weights are relative to the base that their span had; sums want them relative to the last one, over the total.
+        // Weights are relative to the base that their span had; sums want them relative to the last one, over the
+        // total.
         alignas(64) float factor[LANES];
         for (int lane = 0; lane < LANES; lane += W) {
             // (Bases only rise; but that of a row which had seen nothing is 0, and its weights are 0.)
@@ -145,8 +147,8 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
         const bool before = span.last - 1 <= first_position, after = span.first >= first_position + block.rows - 1;
         bool first = true;
         over_lanes(span.lane, span.lanes_end, [&](int lane, auto nv) {
-            look_strip<nv.value>(p, keys, factor, lane, across, first, cells_here,
-                                 (float)(span.first - first_position), !before && !after, before ? -1.0f : 1.0f, moments);
+            look_strip<nv.value>(p, keys, factor, lane, across, first, cells_here, (float)(span.first - first_position),
+                                 !before && !after, before ? -1.0f : 1.0f, moments);
             first = false;
         });
         if (part.received) {
@@ -170,7 +172,8 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
             for (int64_t j = low; j < high; j++) {
                 const int64_t origin = j - first_position - a.offsets_after;
                 const int64_t from = std::max<int64_t>(origin, span.lane);
-                const int64_t to = std::min<int64_t>(j - first_position + a.offsets_before + 1, std::min(span.lanes_end, block.rows));
+                const int64_t to =
+                    std::min<int64_t>(j - first_position + a.offsets_before + 1, std::min(span.lanes_end, block.rows));
                 const float *weights = p + (j - span.first) * LANES;
                 float *near = desk.near.data() - origin;
                 for (int64_t i = from; i < to; i++) near[i] += weights[i] * factor[i];
@@ -213,4 +216,4 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
     }
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

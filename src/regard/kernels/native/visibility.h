@@ -1,5 +1,6 @@
-// Who sees whom. Causality, windows and padding give each query one range of keys [low, high); documents and dense masks
-// come on top. `Plan` walks the keys of a block of queries: what no query sees is skipped, what all see needs no mask.
+// Who sees whom. Causality, windows and padding give each query one range of keys [low, high); documents and dense
+// masks come on top. `Plan` walks the keys of a block of queries: what no query sees is skipped, what all see needs no
+// mask.
 #pragma once
 #include <algorithm>
 
@@ -9,9 +10,9 @@
 
 namespace REGARD_NAMESPACE {
 
-constexpr int64_t KEYS = 64;  // of a key block
+constexpr int64_t KEYS = 64;    // of a key block
 constexpr int64_t CHUNK = 512;  // of keys that several blocks of queries share while they are in the L2 cache
-constexpr int64_t EDGE = 16;  // of a key block where ranges begin or end: there whole columns of lanes drop out
+constexpr int64_t EDGE = 16;    // of a key block where ranges begin or end: there whole columns of lanes drop out
 
 struct Block {
     int64_t item, head, group, row;  // row: the first query
@@ -79,7 +80,8 @@ class Plan {
     int64_t first() const { return begin; }
     int64_t last() const { return end; }
 
-    // f(span) for each run of keys in [from, to) that some lane may see, ascending; none crosses a chunk's end. `hide` belongs to the span of the moment.
+    // f(span) for each run of keys in [from, to) that some lane may see, ascending; none crosses a chunk's end. `hide`
+    // belongs to the span of the moment.
     template <class Function>
     void each(int64_t from, int64_t to, Function f) {
         for (int64_t j = std::max(begin, from); j < std::min(end, to);) {
@@ -148,8 +150,8 @@ class Plan {
         dense = false;
         if (!a.mask) return true;
         const int64_t *stride = a.mask_stride, keys = span.last - span.first;
-        const uint8_t *from = a.mask + block.item * stride[0] + block.head * stride[1] + block.row * stride[2] +
-                              span.first * stride[3];
+        const uint8_t *from =
+            a.mask + block.item * stride[0] + block.head * stride[1] + block.row * stride[2] + span.first * stride[3];
         uint64_t every = ~0ull, some = 0;  // a bit for each key
         uint8_t bytes[64] = {};
         const int rows = std::min(span.lanes_end, block.rows);
@@ -157,7 +159,8 @@ class Plan {
             if (i == span.lane || stride[2] != 0) {  // or the same for all queries, as where keys are padding
                 const uint8_t *row = from + i * stride[2];
                 if (keys == KEYS && stride[3] == 1) std::memcpy(bytes, row, KEYS);
-                else for (int64_t j = 0; j < keys; j++) bytes[j] = row[j * stride[3]];
+                else
+                    for (int64_t j = 0; j < keys; j++) bytes[j] = row[j * stride[3]];
                 pairs[i] = bits_of(bytes);
                 every &= pairs[i];
                 some |= pairs[i];
@@ -173,4 +176,4 @@ class Plan {
     }
 };
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -852,7 +852,7 @@ def test_a_setting_of_another_kind_that_need_not_be_there(tmp_path: Path, whole:
         (
             "llama.attention.head_count_kv",
             "llama.attention.key_length",
-            "the field 'llama.attention.key_length' is there",
+            "the field 'llama.attention.key_length' occurs twice",
         ),
     ],
 )

@@ -156,8 +156,8 @@ def _stream(
 
 
 def _read_last(model: Decoder, chosen: Tensor | None, cache: Cache | None, tokens: int) -> None:
-    """Run the last chosen token through the caller's cache, which is to hold all `tokens`. (After an interrupt it may hold
-    them already.) Skipped if there is no learned position left."""
+    """Run the last chosen token through the caller's cache, unless it has all `tokens` already (after an interrupt) or
+    there is no learned position left."""
     if cache is None or chosen is None or tokens_read(cache[0]) >= tokens:
         return
     if model.embedding.places is not None and len(cache[0]) >= (model.config.context or 0):

@@ -32,7 +32,7 @@ Settings = Mapping[str, Any]  # a parsed config.json
 Fields = dict[str, Any]  # arguments of ModelConfig
 Kind = Callable[[str, Any], Any]  # a checking function of `regard.models.fields`
 
-WATCH = "load it with transformers; regard.watch works on any torch model"
+WATCH = "regard.watch works on any torch model, such as this one loaded by transformers"
 
 _REQUIRED = object()
 

@@ -889,7 +889,7 @@ def test_learned_positions_with_a_cache_go_on_to_the_last() -> None:
 
 
 def test_a_text_longer_than_the_learned_positions() -> None:
-    with pytest.raises(ValueError, match="ids: expected at most 19 tokens, for so many positions were learned"):
+    with pytest.raises(ValueError, match="ids: expected at most 19 tokens, the number of learned positions"):
         tiny("learned", context=19).generate("x" * 20, 3)
 
 

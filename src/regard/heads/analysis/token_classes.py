@@ -1,4 +1,4 @@
-"""Watch a model over many texts; and the classes of tokens that a tokenizer knows."""
+"""Watch a model over many texts (`watch_all`), and classes of tokens: special, separator, punctuation."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def watch_all(
     layers: str | Iterable[str] | Callable[[str], bool] | None = None,
     progress: bool = True,
 ) -> Record:
-    """Run a model over a corpus, in evaluation and without gradient, and give one record of means per head.
+    """Run a model over a corpus, in eval mode and without gradient; returns one record of means per head.
 
     Args:
         model: any model that `watch` can see.
-        batches: what to run it on, one after another: a text (regard's models), a tensor, a tuple of arguments, or a
-            mapping of named ones (such as a tokenizer of transformers gives, or `encode_batch` of regard's models).
+        batches: inputs, one after another: a text (for regard's models), a tensor, a tuple of arguments, or a mapping
+            of named ones (as returned by a tokenizer of transformers, or by `encode_batch` of regard's models).
         measures, layers: as for `watch`.
         progress: a bar on a terminal.
 
@@ -50,7 +50,7 @@ def watch_all(
             remedy="a list of it",
         )
     watching = watch(model, measures=measures, layers=layers)
-    watching.places.rereads = False  # a text that begins as the last one did is a text of its own
+    watching.tracker.rereads = False  # a text that starts like the last one is another text
     with evaluating(model), watching as seen, torch.no_grad():
         for batch in track(batches, "watching", progress):
             run(model, batch)
@@ -59,7 +59,7 @@ def watch_all(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within it a model is in evaluation; then each of its modules is as it was."""
+    """Put a model in eval mode within a `with` block; then each of its modules is as before."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -93,8 +93,8 @@ def run(model: nn.Module, batch: Any) -> Any:
 
 
 def is_punctuation(token: str) -> bool:
-    """Whether a token is nothing but punctuation, whatever marks of words its tokenizer puts around it, and whether it
-    spells characters as they are or as bytes.
+    """Whether a token is only punctuation, apart from the tokenizer's marks of word boundaries. Byte-level tokens are
+    decoded.
 
     >>> [is_punctuation(t) for t in (",", "##.", "Ġ!", "a.", "[SEP]", "▁", "âĢĻ")]
     [True, True, True, False, False, False, True]
@@ -107,14 +107,14 @@ def is_punctuation(token: str) -> bool:
 
 
 def as_text(token: str) -> str | None:
-    """What a token says that is spelled in bytes, as GPT-2's are; None for what is none, or a part of a character."""
+    """The text of a byte-level token, as GPT-2 has them; None if it is none, or holds a part of a character."""
     try:
         return bytes(_BYTES[c] for c in token).decode()
     except (KeyError, UnicodeDecodeError):
         return None
 
 
-# Bytes that are printable stand for themselves, the others for what comes from 256 on.
+# GPT-2's byte-level alphabet: printable bytes stand for themselves, the others for characters from 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE}
 _BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
@@ -150,18 +150,18 @@ SEPARATORS = ("[SEP]", "</s>", "<sep>", "<|im_end|>", "<|endoftext|>", "<eos>")
 
 
 def _special(tokenizer: Any, vocabulary: Mapping[str, int]) -> set[str]:
-    """The tokens that a tokenizer calls special; those that look it, where it does not say."""
+    """The special tokens of a tokenizer; if it does not say, those that look like it."""
     added = getattr(tokenizer, "added_tokens_decoder", None)  # of transformers
     if added is None and hasattr(tokenizer, "get_added_tokens_decoder"):  # of tokenizers
         added = tokenizer.get_added_tokens_decoder()
     if added is None:
         return {token for token in vocabulary if looks_special(token)}
-    said = {token.content for token in added.values() if token.special}
-    return said | set(getattr(tokenizer, "all_special_tokens", ()))
+    special = {token.content for token in added.values() if token.special}
+    return special | set(getattr(tokenizer, "all_special_tokens", ()))
 
 
 def looks_special(token: str) -> bool:
-    """Whether a token is spelled as special ones are: [CLS], <s>, <|endoftext|>."""
+    """Whether a token is spelled like a special one: [CLS], <s>, <|endoftext|>."""
     pairs = (("[", "]"), ("<|", "|>"), ("<", ">"))
     return len(token) > 2 and any(
         token.startswith(a) and token.endswith(b) and token[len(a) : -len(b)].replace("_", "").isalnum()

@@ -43,7 +43,7 @@ class Changes(AttentionCapture):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.order: list[str] = []  # layers, in the order in which they were first called
-        self.places = SequenceTracker(strict=False)
+        self.tracker = SequenceTracker(strict=False)
         self.goes_on = False  # whether the last attention call continued its layer's sequence from a cache
         self.inside = False
 
@@ -60,13 +60,13 @@ class Changes(AttentionCapture):
 
     def see(self, attention: ObservedCall) -> None:
         """Name the attention's layer as `watch` does."""
-        attention.layer, self.goes_on, _, _ = self.places.place(trimmed(attention))
+        attention.layer, self.goes_on, _, _ = self.tracker.place(trimmed(attention))
         if attention.layer not in self.order:
             self.order.append(attention.layer)
 
     def _failed(self) -> None:
         super()._failed()
-        self.places.failed(self.frames.forwards)
+        self.tracker.failed(self.frames.forwards)
 
 
 class ablate(Changes):
@@ -119,7 +119,7 @@ class ablate(Changes):
             raise bad_type("heads", expected="layers by name or by number", received=repr(list(heads)))
         self.heads = {layer: head_numbers(f"heads of {layer!r}", which, alone=True) for layer, which in heads.items()}
         self.mode, self.source = mode, source
-        self.places.strict = mode == "patch"
+        self.tracker.strict = mode == "patch"
         self.met: set[str | int] = set()  # keys of `heads` whose layer was called
         self.queries_so_far: dict[str, int] = {}  # of a patched sequence, by layer
         # by layer: the sum of the outputs (H, E) of its sequence so far, and the number of queries

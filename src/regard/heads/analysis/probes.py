@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_value
-from regard.heads.analysis.token_classes import evaluating
 from regard.heads.module_names import VOCABULARY_SIZES
 from regard.heads.record.record import Record
 from regard.heads.watch import watch
+from regard.heads.watch_all import evaluating
 
 __all__ = ["induction", "repeated"]
 

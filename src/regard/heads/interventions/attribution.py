@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value
-from regard.heads.analysis.token_classes import evaluating
 from regard.heads.record.record import LayerRecord
 from regard.heads.record.table import PerHead, Table
 from regard.heads.watch import watch
+from regard.heads.watch_all import evaluating
 from regard.models.base import tokenizing
 
 __all__ = ["Attribution", "attribution"]

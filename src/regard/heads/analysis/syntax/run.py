@@ -31,11 +31,11 @@ from regard.heads.analysis.syntax.texts import (
     questions_of_others,
     tokenized,
 )
-from regard.heads.analysis.token_classes import evaluating
 from regard.heads.analysis.treebank import Sentence
 from regard.heads.module_names import CONTEXT_LENGTHS
 from regard.heads.progress import track
 from regard.heads.watch import watch
+from regard.heads.watch_all import evaluating
 
 __all__ = ["syntax"]
 

@@ -196,7 +196,7 @@ class watch(AttentionCapture):
             return
         if attention.everything is not None:
             call = attention.everything()
-        # Copies: a model may overwrite its tensors, a cache most of all.
+        # Copies: what a model has in memory it may write over, a cache most of all.
         if attention.cache is not None:  # rotary is applied anew to its keys for every chunk
             piece.call = replace(call, q=call.q.clone(), k=call.k.clone(), v=call.v[:, :, :0], dropout=None)
             return

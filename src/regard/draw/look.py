@@ -19,7 +19,7 @@ from regard.draw.page import page
 from regard.draw.terminal.views import terminal
 from regard.errors import bad_type, bad_value, printable, shape_of
 from regard.heads import Record, watch
-from regard.heads.analysis.token_classes import evaluating, run
+from regard.heads.watch_all import evaluating, run
 from regard.measures import MeasureLike
 from regard.models import Decoder, Encoder
 from regard.models.base import Batch, TextModel, padded, tokenizing

@@ -26,10 +26,10 @@ from torch import Tensor
 from regard.kernels import operators
 from regard.kernels.call import Call
 from regard.kernels.reference import weigh_visible
-from regard.kernels.tracing import traced
 from regard.masks import Tile
 from regard.measures import MeasureRun, Strip
 from regard.positions import Bias
+from regard.tracing import traced
 
 __all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not"]
 

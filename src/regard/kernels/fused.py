@@ -12,9 +12,9 @@ from torch import Tensor
 from regard.kernels import blockwise
 from regard.kernels.call import Call
 from regard.kernels.operators import first_derivatives_only
-from regard.kernels.tracing import in_torch_func, traced
 from regard.masks import Causal, Mask
 from regard.measures import MeasureRun
+from regard.tracing import in_torch_func, traced
 
 __all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not"]
 

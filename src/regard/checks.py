@@ -7,7 +7,7 @@ from torch import Tensor
 
 from regard.errors import bad_type, bad_value, shape_of
 
-__all__ = ["FARTHEST", "check_positions", "integer_tensor", "whole_number"]
+__all__ = ["FARTHEST", "check_integers", "check_positions", "integer_tensor", "not_positions", "whole_number"]
 
 FARTHEST = 2**61  # of a position from 0. Differences are up to twice that, and what is added to these still fits int64
 
@@ -41,16 +41,31 @@ def integer_tensor(what: str, tensor: object, *, dims: int, expected: str) -> Te
     return tensor
 
 
+def check_integers(what: str, tensor: Tensor) -> None:
+    """Raise unless a tensor holds integers."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+        received = f"dtype {tensor.dtype}"
+        raise bad_type(what, expected="an integer tensor", received=received, remedy=f"{what}.long()")
+
+
 def check_positions(what: str, positions: object, batch: int, length: int) -> Tensor:
     """The positions, if they are integers (length,) or (1|batch, length)."""
     if not isinstance(positions, Tensor):
-        remedy = "torch.tensor([...]) with one per token" + (", or the first one's as an int" * (what == "positions"))
-        raise bad_type(what, expected="an integer tensor", received=type(positions).__name__, remedy=remedy)
-    if positions.is_floating_point() or positions.is_complex() or positions.dtype is torch.bool:
-        received = f"dtype {positions.dtype}"
-        raise bad_type(what, expected="an integer tensor", received=received, remedy=f"{what}.long()")
+        raise not_positions(what, positions)
+    check_integers(what, positions)
     fits = positions.dim() in (1, 2) and positions.shape[-1] == length
     if not fits or (positions.dim() == 2 and positions.shape[0] not in (1, batch)):
-        expected = f"shape ({length},) or ({batch}, {length})"
-        raise bad_value(what, expected=expected, received=f"shape {shape_of(positions)}")
+        raise bad_value(
+            what,
+            expected=f"shape ({length},) or ({batch}, {length})",
+            received=f"shape {shape_of(positions)}",
+            remedy="one position per token, or the first one's as an int" if what == "positions" else "",
+        )
     return positions
+
+
+def not_positions(what: str, value: object) -> TypeError:
+    """The error for positions that are neither a tensor nor an int."""
+    expected = "an int or an integer tensor" if what == "positions" else "an integer tensor"
+    remedy = "torch.tensor([...]) with one number per token"
+    return bad_type(what, expected=expected, received=type(value).__name__, remedy=remedy)

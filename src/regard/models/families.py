@@ -22,7 +22,7 @@ from regard.layouts.base import linear
 from regard.models.config import ModelConfig
 from regard.models.fields import LAYERS, WIDTH, flag, integer, number, several, word
 from regard.positions import DynamicNTK, LinearScaling, Llama3, LongRoPE, YaRN
-from regard.positions.rotary import Scaling
+from regard.positions.scalings import Scaling
 
 __all__ = ["FAMILIES", "Family", "family_of"]
 

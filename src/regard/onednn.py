@@ -31,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_module
 
 from regard.errors import bad_value
-from regard.kernels.tracing import in_torch_func, traced
+from regard.tracing import in_torch_func, traced
 
 __all__ = ["ACTIVATIONS", "packed", "project", "project_each"]
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
 import torch
@@ -143,12 +143,9 @@ def _named(activation: str) -> Callable[[Tensor], Tensor]:
 def _weight_for_onednn(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:
     """The weight to multiply by where oneDNN may do it and it is worthwhile; else None. Runs before every product: the
     cheapest checks come first."""
-    if (
-        type(linear) is not nn.Linear
-        or type(x) not in _PLAIN
-        or torch.compiler.is_compiling()
-        or torch._C._is_tracing()
-    ):
+    if type(linear) is not nn.Linear or type(x) not in _PLAIN:
+        return None
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
         return None
     copy = _active_copy((linear,))
     if copy is None and x.numel() * linear.out_features < _WORTHWHILE:  # most products are small
@@ -248,16 +245,16 @@ _FORWARD, _CALL, _F_LINEAR = nn.Linear.forward, nn.Linear.__call__, F.linear
 class _Copy:
     """One weight in oneDNN's order, or several one above the other."""
 
-    def __init__(self, weights: list[Tensor]) -> None:
+    def __init__(self, weights: Sequence[Tensor]) -> None:
         self.weights, self.states = weights, [_state(weight) for weight in weights]
         self.rows = [weight.shape[0] for weight in weights]
         joined = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
         self.packed = torch.ops.mkldnn._reorder_linear_weight(joined, _FEW)
 
-    def is_of(self, weights: list[Tensor | None]) -> bool:
+    def is_of(self, weights: Sequence[Tensor | None]) -> bool:
         """Whether these are the weights that were copied, unchanged as far as torch counts."""
         return all(
-            weight is copied and not weight.is_inference() and _state(weight) == state
+            weight is not None and weight is copied and not weight.is_inference() and _state(weight) == state
             for weight, copied, state in zip(weights, self.weights, self.states, strict=True)
         )
 
@@ -299,7 +296,7 @@ class packed:
 
     def __init__(self, linears: Iterable[nn.Module | tuple[nn.Module, ...]]) -> None:
         groups = [entry if isinstance(entry, tuple) else (entry,) for entry in dict.fromkeys(linears)]
-        chosen: dict[tuple[nn.Module, ...], list[Tensor]] = {}
+        chosen: dict[tuple[nn.Module, ...], Sequence[Tensor]] = {}
         for group in groups:
             weights = [linear._parameters.get("weight") for linear in group if type(linear) is nn.Linear]
             plain = [weight for weight in weights if weight is not None and _can_copy(weight, weights[0])]

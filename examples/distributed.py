@@ -31,6 +31,7 @@ import argparse
 import shutil
 import tempfile
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,26 +70,29 @@ class Sharding:
     def __init__(self, method: str) -> None:
         size = dist.get_world_size()
         shape = (size // 2, 2) if method == "both" else (1, size) if method == "heads" else (size, 1)
-        self.method = "ring" if method == "both" else method
+        self.method: Any = "ring" if method == "both" else method
         self.mesh: DeviceMesh = init_device_mesh("cpu", shape, mesh_dim_names=("sequence", "heads"))
-        self.sequence, self.heads = shape[0] > 1, shape[1] > 1
+        self.heads = shape[1] > 1
+        self.sequence: parallel.SequenceSharding | None = None
+        if shape[0] > 1:  # under a causal mask balanced, so that all have the same to do in a ring
+            self.sequence = parallel.SequenceSharding(self.mesh["sequence"], self.method, balance=self.method == "ring")
 
     def model(self, model: Decoder) -> Decoder:
         """Shard the model in place: first the heads, then the sequence."""
         if self.heads:
             parallel.shard_heads(model, self.mesh["heads"])
-        if self.sequence:
-            parallel.shard_sequence(model, self.mesh["sequence"], self.method)  # type: ignore[arg-type]
+        if self.sequence is not None:
+            parallel.shard_sequence(model, self.sequence)
         return model
 
     def text(self, ids: Tensor) -> Tensor:
-        """This process's shard of ids (B, N), balanced for the causal mask, so that all processes have equal work."""
-        return parallel.shard(ids, self.mesh["sequence"], balance=self.method == "ring") if self.sequence else ids
+        """This process's part of ids (B, N)."""
+        return ids if self.sequence is None else self.sequence.shard(ids)
 
     def total(self, loss: Tensor) -> float:
         """The loss of all tokens, from that of this process's tokens."""
         loss = loss.detach().clone()
-        if self.sequence:
+        if self.sequence is not None:
             dist.all_reduce(loss, group=self.mesh["sequence"].get_group())
         return loss.item()
 
@@ -162,7 +166,7 @@ def main() -> None:
     unsharded.load_state_dict(state["model"])
     with torch.no_grad():
         logits, expected = model(sharding.text(probe)), unsharded(probe)
-        logits = parallel.gather(logits, sharding.mesh["sequence"]) if sharding.sequence else logits
+        logits = logits if sharding.sequence is None else sharding.sequence.gather(logits)
     log(
         f"saved, and loaded into an unsharded model: its logits differ by {(logits - expected).abs().max():.0e} at most"
     )

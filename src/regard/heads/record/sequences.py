@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from regard.attention import measure_call, plane_of
-from regard.heads.capture.observed import ObservedCall, Projection
+from regard.heads.capture.observed import ObservedCall
+from regard.heads.capture.output_projection import Projection
 from regard.kernels import Call
 from regard.kernels.precision import fixed_precision
 from regard.kernels.run import weights as exact_weights

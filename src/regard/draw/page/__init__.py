@@ -21,6 +21,7 @@ from regard.heads import Record
 
 __all__ = ["document", "notebook", "page", "policy", "scenes"]
 
+STYLES = ("base", "views", "narrow")  # in this order: a later rule wins
 # In this order: a file may use what stands in those before it.
 SCRIPTS = (
     "dom",
@@ -195,12 +196,18 @@ def _read(name: str) -> str:
     return (files(__package__ or "regard.draw.page") / name).read_text(encoding="utf-8")
 
 
+def _source(name: str) -> str:
+    """A script or style without indentation and comment lines. (No string or template literal spans lines; tested.)"""
+    lines = (line.strip() for line in _read(name).splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("//"))
+
+
 @cache
 def _style() -> str:
-    return _read("style.css")
+    return "\n".join(_source(f"{name}.css") for name in STYLES)
 
 
 @cache
 def _script() -> str:
-    """All files in one scope of their own."""
-    return '(() => {\n"use strict";\n' + "\n".join(_read(f"app/{name}.js") for name in SCRIPTS) + "\n})();\n"
+    """All scripts in one scope of their own."""
+    return "\n".join(['(() => {\n"use strict";', *(_source(f"app/{name}.js") for name in SCRIPTS), "})();\n"])

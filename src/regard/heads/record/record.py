@@ -19,7 +19,7 @@ from torch import Tensor
 from regard.errors import bad_type, bad_value, printable
 from regard.heads.record.sequences import SequenceRecord, joined, plus, remeasured, sums, weights_of
 from regard.heads.record.table import Table, table
-from regard.measures import Measure, MeasureLike, as_measures, rollout
+from regard.measures import Heatmap, Measure, MeasureLike, as_measures, rollout
 
 __all__ = ["LayerRecord", "Record"]
 
@@ -51,6 +51,36 @@ class LayerRecord:
         """H"""
         assert self.text is not None
         return self.text.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, N, M) of the last text."""
+        assert self.text is not None
+        return *self.text.shape, self.text.queries, self.text.total
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether the last text was read in several calls, by a cache."""
+        return self.text is not None and len(self.text.pieces) > 1
+
+    @property
+    def padding(self) -> tuple[Tensor | None, Tensor | None]:
+        """True for padding queries (B, N) and for padding keys (B, M) of the last text; None if there is no padding."""
+        assert self.text is not None
+        return self.text.padding, self.text.key_padding
+
+    def pooled_weights(self, rows: int, cols: int) -> Tensor:
+        """Sums of weights over at most (rows, cols) cells, (B, H, rows, cols), padding included. Needs keep="qk"."""
+        assert self.text is not None
+        self._check_kept()
+        return remeasured(self.text, [Heatmap(rows, cols)], slots=True)["heatmap"]
+
+    def drop_values(self) -> None:
+        """Free what `weights` does not need: values, outputs, inputs and projections."""
+        assert self.text is not None
+        self.text.values.clear()
+        for piece in self.text.pieces:
+            piece.output = piece.input = piece.projection = None
 
     @property
     def values(self) -> dict[str, Any]:
@@ -420,6 +450,12 @@ class Record:
                 return self.by_name[layer]
             raise KeyError(f"no layer {layer!r}; there are {', '.join(self.by_name) or 'none'}")
         raise bad_type("layer", expected="a name or a number", received=type(layer).__name__)
+
+    def only(self, layer: str | int) -> Record:
+        """A record of one layer alone, which both share."""
+        alone, wanted = Record(), self[layer]
+        alone.by_name[wanted.name] = wanted
+        return alone
 
     def __len__(self) -> int:
         return len(self.by_name)

@@ -73,11 +73,15 @@ def short_names(panels: Sequence[Panel]) -> list[str]:
     return [".".join(part[first : len(part) - last]) or panel.name for part, panel in zip(parts, panels, strict=True)]
 
 
-def per_head(layer: LayerRecord, name: str) -> Tensor:
-    """The mean of a measure, for each head."""
+def check_measured(layer: LayerRecord, name: str) -> None:
     if not layer.has(name):
         remedy = f"watch(model, measures=[..., {name!r}])"
         raise bad_value("record", expected=f"{name} measured, as by default", received=repr(layer), remedy=remedy)
+
+
+def per_head(layer: LayerRecord, name: str) -> Tensor:
+    """The mean of a measure, for each head."""
+    check_measured(layer, name)
     return layer.per_head(name).float().cpu()
 
 

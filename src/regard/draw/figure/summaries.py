@@ -21,6 +21,7 @@ from regard.draw.figure.legends import (
     TALL,
     Legend,
     Request,
+    check_measured,
     color_of,
     count_roles,
     draw_sign,
@@ -179,14 +180,14 @@ def _draw_profile(
 def _profiles(panels: Sequence[Panel]) -> tuple[list[tuple[Tensor, Tensor]], int, int]:
     """The attention by offset of each layer's heads and of equal weights, and how many offsets there are before and
     after the query; none after, where nobody looks ahead."""
-    ours = [per_head(panel.layer, "offsets") for panel in panels]
+    for panel in panels:
+        check_measured(panel.layer, "offsets")
+    ours, before = [panel.offsets()[0] for panel in panels], panels[0].offsets()[1]
     bases = [panel.layer.uniform for panel in panels]
     even = [
         torch.zeros_like(mass[:1]) if base is None else per_head(base, "offsets")
         for mass, base in zip(ours, bases, strict=True)
     ]
-    measure = next(one for one in panels[0].layer.measures if "offsets" in one.gives)
-    before = int(getattr(measure, "before", 0))
     after = ours[0].shape[1] - 1 - before
     if all((mass[:, before + 1 :] == 0).all() for mass in ours):
         after = 0

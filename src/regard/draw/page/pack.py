@@ -132,8 +132,8 @@ def _layer(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
     if panel.layer.uniform is not None:
         said["baseline"] = {name: _rounded(value)[0] for name, value in scalars(panel.layer.uniform).items()}
     if panel.layer.has("offsets"):
-        one = next(one for one in panel.layer.measures if "offsets" in one.gives)
-        said["offsets"] = {"before": one.before, "mass": [_rounded(x) for x in panel.layer.per_head("offsets").float()]}  # type: ignore[attr-defined]
+        mass, before = panel.offsets()
+        said["offsets"] = {"before": before, "mass": [_rounded(x) for x in mass]}
     if not panel.drawable:
         return said
     full = how.cells is None and panel.layer.exact

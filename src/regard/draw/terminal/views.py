@@ -217,13 +217,11 @@ def _subject(panel: Panel, what: str, screen: Screen) -> list[str]:
 
 
 def _which(panel: Panel, screen: Screen) -> list[str]:
-    """Which text it is, where there were several."""
-    text = panel.layer.text
-    assert text is not None
-    several = text.shape[0] > 1
-    said = f"Text {panel.item} of {text.shape[0]} in the batch. " if several else ""
-    said += f"The last of {panel.layer.texts} batches. " if panel.layer.texts > 1 else ""
-    return _wrapped(said + "Numbers are means over all texts.", screen) if said else []
+    """Which text is shown, where there were several."""
+    batch, batches = panel.layer.shape[0], panel.layer.texts
+    words = f"Text {panel.item} of {batch} in the batch. " if batch > 1 else ""
+    words += f"The last of {batches} batches. " if batches > 1 else ""
+    return _wrapped(words + "Numbers are means over all texts.", screen) if words else []
 
 
 def _tokens(shapes: Iterable[tuple[int, int]]) -> str:

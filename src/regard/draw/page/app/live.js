@@ -99,8 +99,8 @@ class Live {
     for (let wait = 60; ; wait = Math.min(2 * wait, 800)) {
       const now = await this.call("GET", `api/jobs/${this.job}`, null, 5);
       this.bar.value = now.progress;
-      this.said.textContent = now.said;
-      if (now.state === "failed" || now.state === "stopped") throw new Error(now.said);
+      this.said.textContent = now.message;
+      if (now.state === "failed" || now.state === "stopped") throw new Error(now.message);
       if (now.state === "done") break;
       await new Promise((done) => setTimeout(done, wait));
     }

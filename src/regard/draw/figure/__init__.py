@@ -74,9 +74,8 @@ def figure(
         width: in inches; by default what the figure needs, and at most 7 where that is enough.
         dpi: dots per inch, of PNG and notebooks.
 
-    Returns:
-        A `matplotlib.figure.Figure`, which shows itself in a notebook. The map of head 2 of layer 0 is the image with
-        the label "0.2": `figure.findobj(lambda artist: artist.get_label() == "0.2")`.
+    Returns a `matplotlib.figure.Figure`, which shows itself in a notebook. The map of head 2 of layer 0 is the image
+    with the label "0.2": `figure.findobj(lambda artist: artist.get_label() == "0.2")`.
 
     >>> import regard, torch
     >>> model = torch.nn.MultiheadAttention(8, 2, batch_first=True)
@@ -85,9 +84,6 @@ def figure(
     >>> drawn = figure(seen, ["a", "cat", "sat", "down"])
     >>> [(image.get_label(), image.get_array().shape) for image in drawn.axes[0].images]
     [('0.0', (4, 4)), ('0.1', (4, 4))]
-    >>> one = figure(seen, ["a", "cat", "sat", "down"], layer=0, head=1)
-    >>> [label.get_text() for label in one.axes[1].get_xticklabels()]
-    ['a', 'cat', 'sat', 'down']
     """
     _need_matplotlib()
     suffix = None if path is None else _suffix(path)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Rules", "Writer", "choose", "generate_batch", "stream", "tokens"]
 
-# From this many tokens on, packing the weights for products with single rows pays off: it costs as much as 3 to 5 tokens.
+# From this many tokens on, packing the weights for products with single rows pays off: it costs 3 to 5 tokens.
 _WORTH_PACKING = 32
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -27,7 +27,9 @@ from regard import tuning
 from regard.kernels import operators
 from regard.kernels.call import Call
 from regard.kernels.reference import weigh_visible
+from regard.kernels.strips import StripPlan, keys_seen, plan_strips, rows_per_strip
 from regard.masks import Tile
+from regard.masks.base import of_batch
 from regard.measures import MeasureRun, Strip
 from regard.positions import Bias
 from regard.tracing import traced
@@ -96,19 +98,6 @@ def replay(call: Call, lse: Tensor, survey: MeasureRun) -> None:
 
 
 @dataclass
-class _Strip:
-    """Rows, the runs of keys that they may see, and where among those some pairs are hidden."""
-
-    rows: slice
-    runs: list[slice]
-    partly: list[tuple[slice, slice]] = field(default_factory=list)  # (in the strip, in the key tensor)
-
-    @property
-    def width(self) -> int:
-        return sum(run.stop - run.start for run in self.runs)
-
-
-@dataclass
 class _Chunk:
     """Some batch items and kv heads, with their keys (c * g, M, D) and values (c * g, M, E) ready to multiply."""
 
@@ -118,7 +107,7 @@ class _Chunk:
     heads: slice
     keys: Tensor
     values: Tensor
-    strips: list[_Strip]
+    strips: list[StripPlan]
     careful: bool  # keys or values hold NaN or inf: what is hidden must not leak through 0 * NaN
 
     @property
@@ -134,14 +123,14 @@ class _Chunk:
         items, heads = self.batch.stop - self.batch.start, self.heads.stop - self.heads.start
         return x.view(items, heads, x.shape[:2].numel() // (items * heads), x.shape[-1])
 
-    def queries(self, strip: _Strip) -> Tensor:
+    def queries(self, strip: StripPlan) -> Tensor:
         """The strip's queries, scaled: (c * g, R * n, D)."""
         call = self.call
         factor = call.scale * LOG2_E if call.softcap is None else call.scale / call.softcap
         q = call.q[self.batch, self.heads, strip.rows].to(call.dtype)
         return self.by_group(q * factor)
 
-    def scores(self, strip: _Strip, q: Tensor) -> tuple[Tensor, Tensor | None]:
+    def scores(self, strip: StripPlan, q: Tensor) -> tuple[Tensor, Tensor | None]:
         """Scores in base 2 with bias and mask, (c * g, R * n, m); and tanh of the softcap, which backward needs."""
         call = self.call
         s = torch.bmm(q, _select(self.keys, strip.runs).mT)
@@ -162,33 +151,33 @@ class _Chunk:
                 view[..., part].add_(visible.to(s.dtype).log2_())
         return s, capped
 
-    def bias(self, bias: Bias, strip: _Strip) -> Tensor:
+    def bias(self, bias: Bias, strip: StripPlan) -> Tensor:
         """A bias's block, broadcastable to (c, g * R, n, m)."""
         blocks = [bias.evaluate(self.tile(strip, cols), self.heads) for cols in strip.runs]
         same = len(blocks) == 1 or (bias.is_dense and bias.weight.shape[3] == 1)
         return (blocks[0] if same else torch.cat(blocks, -1)).to(self.call.dtype)
 
-    def tile(self, strip: _Strip, cols: slice) -> Tile:
+    def tile(self, strip: StripPlan, cols: slice) -> Tile:
         """The strip's rows against some keys."""
         return self.call.tile(self.batch, strip.rows, cols)
 
-    def kept(self, strip: _Strip) -> Tensor:
+    def kept(self, strip: StripPlan) -> Tensor:
         """Dropout's 1 and 0: (c * g, R * n, m)."""
         assert self.call.dropout is not None
         cols = strip.runs[0] if len(strip.runs) == 1 else torch.cat([_numbers(run, self.keys) for run in strip.runs])
         kept = self.call.dropout.block(self.batch, self.heads, strip.rows, cols, self.call.dtype)
         return kept.expand(self.batch.stop - self.batch.start, -1, -1, -1).reshape(self.count, -1, strip.width)
 
-    def sinks(self, strip: _Strip) -> Tensor:
+    def sinks(self, strip: StripPlan) -> Tensor:
         """The sinks in base 2, one per row: (c * g, R * n, 1)."""
         assert self.call.sinks is not None
-        sinks = _rows_of(self.call.sinks, self.batch)[:, self.heads, None, None].to(self.call.dtype) * LOG2_E
+        sinks = of_batch(self.call.sinks, self.batch)[:, self.heads, None, None].to(self.call.dtype) * LOG2_E
         c, rows = self.batch.stop - self.batch.start, strip.rows.stop - strip.rows.start
         return self.by_group(sinks.expand(c, -1, rows, 1))
 
     def shown(
         self,
-        strip: _Strip,
+        strip: StripPlan,
         survey: MeasureRun,
         p: Tensor,
         mass: Tensor,
@@ -208,12 +197,12 @@ class _Chunk:
             None if total is None else self.by_head(total)[..., 0],
         )
 
-    def weigh(self, p: Tensor, strip: _Strip) -> Tensor:
+    def weigh(self, p: Tensor, strip: StripPlan) -> Tensor:
         """p v, (c * g, R * n, E). What is hidden does not count, not even a NaN."""
         values = _select(self.values, strip.runs)
         return weigh_visible(p, values, self.visible(strip), torch.bmm) if self.careful else torch.bmm(p, values)
 
-    def visible(self, strip: _Strip) -> Tensor:
+    def visible(self, strip: StripPlan) -> Tensor:
         """Which pairs of the strip are, (c * g, R * n, m)."""
         items, rows = self.batch.stop - self.batch.start, strip.rows.stop - strip.rows.start
         shape = (items, self.heads.stop - self.heads.start, rows, strip.width)
@@ -222,7 +211,7 @@ class _Chunk:
             visible[..., part] = self.block(strip, cols)
         return self.by_group(visible)
 
-    def block(self, strip: _Strip, cols: slice) -> Tensor:
+    def block(self, strip: StripPlan, cols: slice) -> Tensor:
         """The mask's block of the strip's rows and some keys, of the chunk's heads."""
         assert self.call.mask is not None
         visible = self.call.mask.block(self.tile(strip, cols))
@@ -275,18 +264,12 @@ def _forward(
 def _backward(
     call: Call, out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, wanted: list[bool], height: int, width: int
 ) -> list[Tensor]:
-    biases = call.biases
-    _, want_k, want_v, *others = wanted
-    want_sinks = others.pop(0) if call.sinks is not None else False
-    new = torch.empty_like if call.q.shape[0] * call.q.shape[1] * call.q.shape[2] else torch.zeros_like  # no chunk
-    dq, dk, dv = (new(x) if want else None for x, want in zip((call.q, call.k, call.v), wanted, strict=False))
-    d_sinks = torch.zeros_like(call.sinks, dtype=call.dtype) if want_sinks and call.sinks is not None else None
-    d_biases = [
-        torch.zeros_like(b.weight, dtype=call.dtype) if want else None for b, want in zip(biases, others, strict=True)
-    ]
+    grads = _Gradients(call, wanted)
     for chunk in _chunks(call, height, width):
-        dk_sum = torch.zeros_like(chunk.keys) if want_k else None
-        dv_sum = torch.zeros_like(chunk.values) if want_v else None
+        dk_sum, dv_sum = (
+            None if grad is None else torch.zeros_like(x)
+            for grad, x in ((grads.k, chunk.keys), (grads.v, chunk.values))
+        )
         for strip in chunk.strips:
             where = (chunk.batch, chunk.heads, strip.rows)
             g = d_out[where].to(call.dtype)
@@ -294,52 +277,94 @@ def _backward(
             delta = (out[where].to(call.dtype) * g).sum(-1, keepdim=True) - d_lse[where][..., None]
             g = g if call.dropout is None else g * call.dropout.kept
             rows_lse = lse[where][..., None]
-            if d_sinks is not None and call.sinks is not None:
-                sinks = _rows_of(call.sinks, chunk.batch)[:, chunk.heads, None, None].to(call.dtype)
-                weight = (sinks - rows_lse).exp_()
-                _sum_into(_rows_of(d_sinks, chunk.batch)[:, chunk.heads], -(weight * delta).sum((2, 3)))
-            if not strip.runs:
-                if dq is not None:
-                    dq[where] = 0.0
-                continue
-            g, delta = chunk.by_group(g), chunk.by_group(delta)
-            base = chunk.by_group(rows_lse).mul(LOG2_E)
-            base.masked_fill_(base.isneginf(), float("inf"))  # an empty row: exp2(-inf - inf) = 0
-            q = chunk.queries(strip)
-            p, capped = chunk.scores(strip, q)
-            p.sub_(base).exp2_()
-            values, keys = _select(chunk.values, strip.runs), _select(chunk.keys, strip.runs)
-            hidden = ~chunk.visible(strip) if chunk.careful else None
-            if hidden is not None:
-                values, keys = (x.masked_fill(~x.isfinite(), 0.0) for x in (values, keys))
-                p.masked_fill_(hidden, 0.0)
-            ds = torch.bmm(g, values.mT)
-            if call.dropout is not None:
-                dropped = chunk.kept(strip).mul_(p)
-                ds.mul_(dropped).addcmul_(p, delta, value=-1)
-            else:
-                dropped = p
-                ds.sub_(delta).mul_(p)
-            if hidden is not None:
-                ds.masked_fill_(hidden, 0.0)
-            if dv_sum is not None:
-                _add_product(dv_sum, strip.runs, dropped, g, 1.0)
-            for bias, into in zip(biases, d_biases, strict=True):
-                if into is not None:
-                    _add_bias_gradient(chunk, strip, bias, chunk.by_head(ds), into)
-            if capped is not None:
-                ds.mul_(capped.square_().neg_().add_(1.0))
-            if dk_sum is not None:  # q carries scale * log2(e) or scale / softcap: take the surplus out again
-                _add_product(dk_sum, strip.runs, ds, q, 1 / LOG2_E if call.softcap is None else call.softcap)
-            if dq is not None:
-                dq[where] = chunk.by_head(torch.bmm(ds, keys).mul_(call.scale))
-        for into, total in ((dk, dk_sum), (dv, dv_sum)):
+            grads.add_sinks(chunk, rows_lse, delta)
+            if strip.runs:
+                _strip_backward(chunk, strip, g, delta, rows_lse, grads, dk_sum, dv_sum)
+            elif grads.q is not None:
+                grads.q[where] = 0.0
+        for into, total in ((grads.k, dk_sum), (grads.v, dv_sum)):
             if into is not None and total is not None:
-                part = into[chunk.batch, chunk.groups]
-                part.copy_(total.view(part.shape))
-    sums = [(d_sinks, call.sinks), *((d, b.weight) for d, b in zip(d_biases, biases, strict=True))]
-    given = [torch.empty_like(like).copy_(total) for total, like in sums if total is not None and like is not None]
-    return [x for x in (dq, dk, dv) if x is not None] + given
+                of_chunk = into[chunk.batch, chunk.groups]
+                of_chunk.copy_(total.view(of_chunk.shape))
+    return grads.wanted()
+
+
+class _Gradients:
+    """Memory for the wanted gradients of `call.learned()`; None for the others."""
+
+    def __init__(self, call: Call, wanted: list[bool]) -> None:
+        self.call = call
+        others = wanted[3:]
+        want_sinks = others.pop(0) if call.sinks is not None else False
+        new = torch.empty_like if call.q.shape[:3].numel() else torch.zeros_like  # without a chunk nothing is written
+        self.q, self.k, self.v = (
+            new(x) if want else None for x, want in zip((call.q, call.k, call.v), wanted, strict=False)
+        )
+        self.sinks = torch.zeros_like(call.sinks, dtype=call.dtype) if want_sinks and call.sinks is not None else None
+        self.biases = [
+            torch.zeros_like(bias.weight, dtype=call.dtype) if want else None
+            for bias, want in zip(call.biases, others, strict=True)
+        ]
+
+    def add_sinks(self, chunk: _Chunk, rows_lse: Tensor, delta: Tensor) -> None:
+        """What some rows give to the sinks: their weight is exp(sink - lse)."""
+        if self.sinks is not None and self.call.sinks is not None:
+            sinks = of_batch(self.call.sinks, chunk.batch)[:, chunk.heads, None, None].to(self.call.dtype)
+            given = -((sinks - rows_lse).exp_() * delta).sum((2, 3))  # (c, h)
+            into = of_batch(self.sinks, chunk.batch)[:, chunk.heads]
+            into.add_(given if into.shape[0] == given.shape[0] else given.sum(0, keepdim=True))
+
+    def wanted(self) -> list[Tensor]:
+        """All that were wanted, in the dtypes of what they belong to."""
+        sums = [(self.sinks, self.call.sinks)]
+        sums += [(grad, bias.weight) for grad, bias in zip(self.biases, self.call.biases, strict=True)]
+        rest = [torch.empty_like(like).copy_(grad) for grad, like in sums if grad is not None and like is not None]
+        return [x for x in (self.q, self.k, self.v) if x is not None] + rest
+
+
+def _strip_backward(
+    chunk: _Chunk,
+    strip: StripPlan,
+    g: Tensor,
+    delta: Tensor,
+    rows_lse: Tensor,
+    grads: _Gradients,
+    dk_sum: Tensor | None,
+    dv_sum: Tensor | None,
+) -> None:
+    """Add what one strip gives: p again from the log-sum-exp, then dp, ds, and the gradients of all that made it."""
+    call = chunk.call
+    g, delta = chunk.by_group(g), chunk.by_group(delta)
+    base = chunk.by_group(rows_lse).mul(LOG2_E)
+    base.masked_fill_(base.isneginf(), float("inf"))  # an empty row: exp2(-inf - inf) = 0
+    q = chunk.queries(strip)
+    p, capped = chunk.scores(strip, q)
+    p.sub_(base).exp2_()
+    values, keys = _select(chunk.values, strip.runs), _select(chunk.keys, strip.runs)
+    hidden = ~chunk.visible(strip) if chunk.careful else None
+    if hidden is not None:
+        values, keys = (x.masked_fill(~x.isfinite(), 0.0) for x in (values, keys))
+        p.masked_fill_(hidden, 0.0)
+    ds = torch.bmm(g, values.mT)
+    if call.dropout is not None:
+        dropped = chunk.kept(strip).mul_(p)
+        ds.mul_(dropped).addcmul_(p, delta, value=-1)
+    else:
+        dropped = p
+        ds.sub_(delta).mul_(p)
+    if hidden is not None:
+        ds.masked_fill_(hidden, 0.0)
+    if dv_sum is not None:
+        _add_product(dv_sum, strip.runs, dropped, g, 1.0)
+    for bias, into in zip(call.biases, grads.biases, strict=True):
+        if into is not None:
+            _add_bias_gradient(chunk, strip, bias, chunk.by_head(ds), into)
+    if capped is not None:
+        ds.mul_(capped.square_().neg_().add_(1.0))
+    if dk_sum is not None:  # q carries scale * log2(e) or scale / softcap: take the surplus out again
+        _add_product(dk_sum, strip.runs, ds, q, 1 / LOG2_E if call.softcap is None else call.softcap)
+    if grads.q is not None:
+        grads.q[chunk.batch, chunk.heads, strip.rows] = chunk.by_head(torch.bmm(ds, keys).mul_(call.scale))
 
 
 def _chunks(call: Call, height: int, width: int, *, together: bool = False) -> Iterator[_Chunk]:
@@ -350,84 +375,23 @@ def _chunks(call: Call, height: int, width: int, *, together: bool = False) -> I
     if not (batch and heads and queries):
         return
     shared = heads // groups
-    seen = _seen(call)
-    one = shared * max(seen, 1)  # scores of one row of one kv head
-    rows = height or min(_rows(one, groups), queries if seen == keys else tuning.MANY_ROWS)
-    g = min(groups, max(1, tuning.STRIP // (one * min(rows, queries))))
+    seen = keys_seen(call)
+    row_scores = shared * max(seen, 1)  # of one kv head
+    rows = height or min(rows_per_strip(row_scores, groups), queries if seen == keys else tuning.MANY_ROWS)
+    g = min(groups, max(1, tuning.STRIP // (row_scores * min(rows, queries))))
     if together:
-        g, rows = groups, min(rows, max(1, 4 * tuning.STRIP // (one * groups)))
-    c = min(batch, max(1, tuning.STRIP // (one * g * min(rows, queries)))) if g == groups and rows >= queries else 1
-    survey = _survey(call, rows, width or min(tuning.TILE, max(keys, 1)))
+        g, rows = groups, min(rows, max(1, 4 * tuning.STRIP // (row_scores * groups)))
+    whole_items = g == groups and rows >= queries
+    c = min(batch, max(1, tuning.STRIP // (row_scores * g * min(rows, queries)))) if whole_items else 1
+    strips_of = plan_strips(call, rows, width or min(tuning.TILE, max(keys, 1)))
     careful = call.mask is not None and not call.keys_are_finite
     for b in range(0, batch, c):
         items = slice(b, min(b + c, batch))
-        strips = [_strip(*row) for row in survey(items)]
+        strips = strips_of(items)
         for h in range(0, groups, g):
             some = slice(h, min(h + g, groups))
             k, v = (x[items, some].to(call.dtype).flatten(0, 1) for x in (call.k, call.v))
             yield _Chunk(call, items, some, slice(some.start * shared, some.stop * shared), k, v, strips, careful)
-
-
-def _seen(call: Call) -> int:
-    """How many keys a strip of `tuning.MANY_ROWS` sees at most: in a long text with a window few of them all."""
-    _, _, queries, keys = call.shape
-    if call.mask is None or queries * keys < 8 * tuning.STRIP:
-        return keys
-    some = call.mask.survey(call.grid(tuning.MANY_ROWS, tuning.TILE)).some
-    tiles = some.any(0).expand(-1, -(-keys // tuning.TILE)).sum(-1).max()
-    return min(keys, int(tiles) * tuning.TILE)
-
-
-def _rows(one: int, groups: int) -> int:
-    """Rows of a strip, where a row has `one` scores per kv head: many, for the sake of the matrix products; but the
-    longer the text the fewer, for memory's sake."""
-    if one * groups * tuning.MANY_ROWS <= tuning.STRIP:
-        return tuning.STRIP // (one * groups)
-    return min(
-        tuning.MANY_ROWS,
-        max(2 * tuning.STRIP // one, tuning.FEW_ROWS if tuning.FEW_ROWS * one <= 8 * tuning.STRIP else 1),
-    )
-
-
-def _survey(call: Call, rows: int, width: int):
-    """For some batch items: each strip's rows, and of each tile of keys whether some, and every, pair is visible."""
-    _, _, queries, keys = call.shape
-    bands = [slice(i, min(i + rows, queries)) for i in range(0, queries, rows)]
-    tiles = [slice(j, min(j + width, keys)) for j in range(0, keys, width)]
-    if call.mask is None or len(bands) * len(tiles) <= 1:
-        every = call.mask is None
-        return lambda items: [(band, [(tile, True, every) for tile in tiles]) for band in bands]
-    grid = (len(bands), len(tiles))
-    seen = call.mask.survey(call.grid(rows, width))
-    some, every = (x.expand(x.shape[0], *grid) for x in seen)
-
-    def of(items: slice) -> list[tuple[slice, list[tuple[slice, bool, bool]]]]:
-        a, b = _rows_of(some, items).any(0).tolist(), _rows_of(every, items).all(0).tolist()
-        return [(band, list(zip(tiles, a[i], b[i], strict=True))) for i, band in enumerate(bands)]
-
-    return of
-
-
-def _strip(rows: slice, tiles: list[tuple[slice, bool, bool]]) -> _Strip:
-    """Join neighbouring tiles: the visible ones into runs, the partly visible ones into places to mask."""
-    strip = _Strip(rows, [])
-    at = 0
-    for cols, some, every in tiles:
-        if not some:
-            continue
-        size = cols.stop - cols.start
-        if strip.runs and strip.runs[-1].stop == cols.start:
-            strip.runs[-1] = slice(strip.runs[-1].start, cols.stop)
-        else:
-            strip.runs.append(cols)
-        if not every:
-            last = strip.partly[-1] if strip.partly else None
-            if last and last[0].stop == at and last[1].stop == cols.start:
-                strip.partly[-1] = (slice(last[0].start, at + size), slice(last[1].start, cols.stop))
-            else:
-                strip.partly.append((slice(at, at + size), cols))
-        at += size
-    return strip
 
 
 def _select(x: Tensor, runs: list[slice]) -> Tensor:
@@ -444,23 +408,13 @@ def _add_product(into: Tensor, runs: list[slice], weights: Tensor, rows: Tensor,
         at += size
 
 
-def _add_bias_gradient(chunk: _Chunk, strip: _Strip, bias: Bias, gradient: Tensor, into: Tensor) -> None:
+def _add_bias_gradient(chunk: _Chunk, strip: StripPlan, bias: Bias, gradient: Tensor, into: Tensor) -> None:
     """Add the gradient (c, g * R, n, m) of a strip to that of a bias, summed over the axes on which it is broadcast."""
     at = 0
     for cols in strip.runs:
         size = cols.stop - cols.start
         bias.add_gradient(gradient[..., at : at + size], chunk.tile(strip, cols), into, chunk.heads)
         at += size
-
-
-def _sum_into(into: Tensor, x: Tensor) -> None:
-    """into += x, summed over the axes where `into` has 1"""
-    axes = [i for i, size in enumerate(into.shape) if size == 1 and x.shape[i] != 1]
-    into.add_(x.sum(axes, keepdim=True) if axes else x)
-
-
-def _rows_of(x: Tensor, batch: slice) -> Tensor:
-    return x if x.shape[0] == 1 else x[batch]
 
 
 def _numbers(run: slice, like: Tensor) -> Tensor:

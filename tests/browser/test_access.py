@@ -185,7 +185,7 @@ def test_a_pooled_map_by_keys(look: Callable[..., Look], long: Written) -> None:
 def test_a_change_of_head_is_said(look: Callable[..., Look], real: Written) -> None:
     tab = look(real, "#view=head&layer=0&head=1")
     tab.press("]")
-    assert tab.ask("document.getElementById('said').textContent") == "head: layer 0 head 2, previous"
+    assert tab.ask("document.getElementById('announcer').textContent") == "head: layer 0 head 2, previous"
     assert [node for node in tree(tab) if node["role"] == "status" and not node["ignored"]]
 
 

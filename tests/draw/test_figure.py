@@ -1,120 +1,26 @@
-"""Figures: what is drawn is what was seen, it is readable in grey, and it leaves matplotlib as it was."""
+"""Figures: what is drawn is what was seen, and it fits the page; what cannot be drawn is refused."""
 
 from __future__ import annotations
 
-import io
 import math
-import pickle
 import re
-import subprocess
-import sys
-import threading
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import regard
-from regard.draw.figure import SUFFIXES, figure
-from regard.draw.figure.fonts import Fonts
+from regard.draw.figure import figure
 from regard.draw.figure.legends import SIGNS
 from regard.heads import ROLES, Record
 from regard.measures import Heatmap
 
 matplotlib = pytest.importorskip("matplotlib")
-from matplotlib import style  # noqa: E402
-from matplotlib.image import AxesImage, imread  # noqa: E402
+from draw.figures import KINDS, axes, image, options, png, random_weights, record, shifted, texts, ticks  # noqa: E402
 from matplotlib.text import Text  # noqa: E402
-
-MAGIC = {".png": b"\x89PNG\r\n\x1a\n", ".svg": b"<?xml", ".pdf": b"%PDF-"}
-KINDS = ("heads", "head", "roles", "offsets", "entropy")
-NASTY = [
-    *("$math$", "$", r"\frac{a}{b}", "__init__", "##ing", "%s{}", "&<>\"'", "<|endoftext|>"),
-    *("日本語", "한국어", "ไทย", "مرحبا", "می\u200cخواهم", "שלום", "\U0001f469\u200d\U0001f680", "👍🏽", "\ufe0f"),
-    *("a\nb\tc\0", "\x1b[31m", "\u202eabc", "\ud83d", "\U0010fffd", "\u0301", "e" + "\u0301" * 50, "", "  "),
-    *("x" * 10_000, "漢" * 5_000),
-]
-
-
-class Given(nn.Module):
-    """Attention with given weights: their logarithms as queries, keys that pick them out."""
-
-    def __init__(self, weights: Tensor, causal: bool) -> None:
-        super().__init__()
-        m = weights.shape[-1]
-        self.q = weights.clamp(min=1e-35).log()  # (B, H, N, M), so scores q k^T / sqrt(M) are these logarithms
-        self.k = (torch.eye(m) * math.sqrt(m)).expand(*weights.shape[:2], m, m)
-        self.causal = causal
-
-    def forward(self) -> Tensor:
-        return F.scaled_dot_product_attention(self.q, self.k, self.k, is_causal=self.causal)
-
-
-def random_weights(*shape: int, causal: bool = False, seed: int = 0) -> Tensor:
-    """(B, H, N, M)"""
-    scores = 3 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    if causal:
-        scores = scores.masked_fill(torch.ones(shape[-2:]).triu(1).bool(), -math.inf)
-    return scores.softmax(-1)
-
-
-def record(*layers: Tensor, causal: bool = False, **options: Any) -> Record:
-    """What is seen of layers with given weights."""
-    model = nn.Module()
-    model.blocks = nn.ModuleList(Given(weights, causal) for weights in layers)
-    model.forward = lambda: [block() for block in model.blocks]  # type: ignore[method-assign]
-    with regard.watch(model, **{"keep": "qk", **options}) as seen, torch.no_grad():
-        model()
-    return seen
-
-
-def shifted(n: int) -> Tensor:
-    """A head that looks at the token before, (1, 1, n, n)."""
-    return torch.eye(n).roll(1, 0).index_put((torch.tensor(0),), torch.eye(n)[0])[None, None]
-
-
-def options(kind: str) -> dict[str, Any]:
-    return {"kind": kind, **({"layer": 0, "head": 1} if kind == "head" else {})}
-
-
-def image(drawn: Any, label: str) -> Tensor:
-    """The map with a label."""
-    (found,) = drawn.findobj(lambda artist: isinstance(artist, AxesImage) and artist.get_label() == label)
-    return torch.from_numpy(found.get_array().data)
-
-
-def texts(drawn: Any) -> list[str]:
-    return [text.get_text() for text in drawn.findobj(Text) if text.get_text()]
-
-
-def axes(drawn: Any, label: str) -> Any:
-    (found,) = [ax for ax in drawn.axes if ax.get_label() == label]
-    return found
-
-
-def ticks(axis: Any) -> list[str]:
-    return [label.get_text() for label in axis.get_ticklabels()]
-
-
-def png(drawn: Any) -> Any:
-    """The picture as an array of pixels."""
-    return imread(io.BytesIO(drawn._repr_png_()))
-
-
-@pytest.fixture(scope="module")
-def small() -> Record:
-    """Two layers of three heads, seven tokens; head 1 of layer 0 looks at the token before."""
-    first = torch.cat([random_weights(1, 1, 7, 7), shifted(7), random_weights(1, 1, 7, 7, seed=1)], 1)
-    seen = record(first, random_weights(1, 3, 7, 7, seed=2))
-    seen.tokens = ["[CLS]", "the", "cat", "that", "I", "saw", "[SEP]"]
-    return seen
-
-
-# --- What is drawn is what was seen ----------------------------------------------------------------------------------
 
 
 def test_all_heads_are_their_weights(small: Record) -> None:
@@ -360,194 +266,6 @@ def test_nothing_is_cut_off(small: Record, kind: str, width: float | None) -> No
             box = text.get_window_extent()
             assert inner.x0 <= box.x0 < box.x1 <= inner.x1, text
             assert inner.y0 <= box.y0 < box.y1 <= inner.y1, text
-
-
-# --- Colours ---------------------------------------------------------------------------------------------------------
-
-
-def lightness(color: Any) -> float:
-    """CIE L* of an sRGB colour, from 0 to 100."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in color[:3]]
-    y = sum(a * b for a, b in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-    return 116 * y ** (1 / 3) - 16 if y > (6 / 29) ** 3 else y * (29 / 3) ** 3
-
-
-def test_shades_in_grey(small: Record) -> None:
-    """From the white of the paper down in even steps: printed in grey the order stays, and the distances."""
-    drawn = figure(small)
-    found = drawn.axes[0].images[0]
-    steps = [lightness(found.cmap(i / 255)) for i in range(256)]
-    assert found.cmap(0.0)[:3] == (1, 1, 1)
-    assert all(a > b for a, b in pairwise(steps))
-    assert steps[-1] < 15
-    even = [steps[0] + (steps[-1] - steps[0]) * i / 255 for i in range(256)]
-    assert max(abs(a - b) for a, b in zip(steps, even, strict=True)) < 1.5
-
-
-def test_the_scale_is_said(small: Record) -> None:
-    """All maps have one norm, from 0 to 1 by the square root; the marks of the scale stand where it says."""
-    drawn = figure(small)
-    for found in drawn.axes[0].images:
-        assert found.norm(0.25) == pytest.approx(0.5)
-        assert (found.norm.vmin, found.norm.vmax) == (0, 1)
-    axis = axes(drawn, "scale").xaxis
-    assert axis.get_ticklocs().tolist() == pytest.approx([math.sqrt(float(text)) for text in ticks(axis)])
-    assert ticks(axis)[-1] == "1"
-
-
-def test_every_role_has_a_sign_of_its_own() -> None:
-    assert set(SIGNS) == {rule.name for rule in ROLES}
-    assert len({sign for sign, _ in SIGNS.values()}) == len({color for _, color in SIGNS.values()}) == len(ROLES)
-
-
-# --- Fonts -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_nasty_labels(tmp_path: Path, suffix: str) -> None:
-    """Nothing raises, nothing warns (warnings are errors here), and nothing is taken for a formula."""
-    seen = record(random_weights(1, 2, len(NASTY), len(NASTY)))
-    drawn = figure(seen, NASTY, tmp_path / f"a{suffix}", layer=0, head=1)
-    said = ticks(axes(drawn, "map").xaxis)
-    assert said[:3] == ["$math$", "$", r"\frac{a}{b}"]
-    assert all(len(text) <= 20 for text in said)
-    assert said[NASTY.index("x" * 10_000)] == "x" * 17 + "…"
-    assert said[NASTY.index("a\nb\tc\0")].startswith("a⏎b")
-    if suffix == ".png":
-        figure(seen, NASTY, tmp_path / f"b{suffix}", layer=0)
-
-
-def test_fonts() -> None:
-    """What no font knows is a box; what has no shape is nothing, or a space; what is long is cut."""
-    fonts = Fonts()
-    assert fonts.clean("naïve → ฿") == "naïve → ฿"
-    assert fonts.clean("a\u0378b") == fonts.clean("a\ufe0f\u0378b\ufe0f", bold=True) == "a b"  # assigned to nobody
-    assert fonts.clean("a\n\U000f0000") == "a  "
-    assert set(fonts.clean("𓀀𓀁", bold=True)) == {"□"}  # hieroglyphs
-    assert fonts.short("abcdef", 4) == "abc…"
-    assert fonts.short("abcd", 4) == "abcd"
-    assert fonts.short("", 4) == ""
-    assert fonts.width("wide", 14) == pytest.approx(2 * fonts.width("wide", 7), rel=0.02)
-
-
-# --- Files -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_files(small: Record, tmp_path: Path, suffix: str) -> None:
-    """By their suffix, in any case, to any path; the same bytes again."""
-    first, again = tmp_path / f"first{suffix}", tmp_path / f"again{suffix.upper()}"
-    figure(small, None, first, layer=0)
-    figure(small, None, str(again), layer=0)
-    assert first.read_bytes().startswith(MAGIC[suffix])
-    assert first.read_bytes() == again.read_bytes()
-
-
-def test_text_is_text(small: Record, tmp_path: Path) -> None:
-    """It can be searched and edited, and there is no date; whatever is usual otherwise."""
-    with matplotlib.rc_context({"svg.fonttype": "path", "pdf.fonttype": 3}):
-        for suffix in (".svg", ".pdf"):
-            figure(small, None, tmp_path / f"a{suffix}", layer=0, head=1)
-    svg, pdf = (tmp_path / "a.svg").read_text(encoding="utf-8"), (tmp_path / "a.pdf").read_bytes()
-    assert ">that</text>" in svg
-    assert "<dc:date>" not in svg
-    assert b"/CIDFontType2" in pdf
-    assert b"/Type3" not in pdf
-    assert b"CreationDate" not in pdf
-
-
-def test_notebook(small: Record, tmp_path: Path) -> None:
-    """A figure shows itself as what the file would be; also after it was pickled."""
-    drawn: Any = figure(small, None, tmp_path / "a.png")
-    assert drawn._repr_png_() == (tmp_path / "a.png").read_bytes()
-    again = pickle.loads(pickle.dumps(drawn))
-    assert again._repr_png_() == drawn._repr_png_()
-
-
-# --- Manners ---------------------------------------------------------------------------------------------------------
-
-
-DARK = {
-    "text.usetex": True,
-    "text.color": "red",
-    "font.size": 30,
-    "lines.marker": "x",
-    "lines.linewidth": 9,
-    "axes.grid": True,
-    "axes.grid.which": "both",
-    "axes.linewidth": 5,
-    "axes.xmargin": 0.3,
-    "patch.linewidth": 4,
-    "xtick.top": True,
-    "xtick.minor.visible": True,
-    "ytick.minor.visible": True,
-    "ytick.direction": "in",
-    "image.interpolation": "bilinear",
-    "image.origin": "lower",
-    "image.cmap": "jet",
-    "figure.autolayout": True,
-    "savefig.bbox": "tight",
-    "savefig.dpi": 31,
-    "savefig.transparent": True,
-    "svg.fonttype": "path",
-    "pdf.fonttype": 3,
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rc_params_are_neither_changed_nor_heeded(small: Record, tmp_path: Path, kind: str) -> None:
-    """But for the font: a style for dark slides, LaTeX and grids change nothing."""
-
-    def files() -> list[bytes]:
-        drawn: Any = figure(small, None, tmp_path / "a.svg", **options(kind))
-        return [(tmp_path / "a.svg").read_bytes(), drawn._repr_png_()]
-
-    plain = files()
-    with matplotlib.rc_context():
-        style.use("dark_background")
-        matplotlib.rcParams.update(DARK)
-        before = dict(matplotlib.rcParams)
-        assert files() == plain
-        assert dict(matplotlib.rcParams) == before
-
-
-def test_threads(small: Record, tmp_path: Path) -> None:
-    want = figure(small, layer=0, head=1)._repr_png_()  # type: ignore[attr-defined]
-    found: list[bytes] = []
-
-    def draw(number: int) -> None:
-        drawn: Any = figure(small, None, tmp_path / f"{number}.svg", layer=0, head=1)
-        found.append(drawn._repr_png_())
-
-    threads = [threading.Thread(target=draw, args=(i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [want] * 3
-    assert len({(tmp_path / f"{i}.svg").read_bytes() for i in range(3)}) == 1
-
-
-@pytest.mark.slow
-def test_matplotlib_comes_when_it_is_needed_and_pyplot_never() -> None:
-    code = """
-import sys, torch, regard, regard.draw
-assert "matplotlib" not in sys.modules
-model = torch.nn.MultiheadAttention(8, 2, batch_first=True)
-with regard.watch(model, keep="qk") as seen:
-    model(*[torch.randn(1, 4, 8)] * 3, need_weights=False)
-for kind in ("heads", "entropy"):
-    regard.draw.figure(seen, kind=kind)._repr_png_()
-assert "matplotlib" in sys.modules
-assert "matplotlib.pyplot" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], check=True)
-
-
-def test_without_matplotlib(small: Record, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"matplotlib is not installed; it comes with: pip install 'regard\[draw\]'"):
-        figure(small)
 
 
 # --- Errors ----------------------------------------------------------------------------------------------------------

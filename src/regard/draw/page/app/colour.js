@@ -1,4 +1,4 @@
-// Colours: even steps of lightness, so that maps read the same in grey and to every eye. Computed in OKLab.
+// Colours in even steps of lightness, so that maps read the same in grey and with colour blindness. Computed in OKLab.
 
 function oklab(lightness, a, b) {
   const l = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3;
@@ -15,7 +15,7 @@ function oklab(lightness, a, b) {
   });
 }
 
-// Through points [lightness, a, b], at even distances.
+// A ramp through points [lightness, a, b], at even distances.
 function ramp(points, steps = 256) {
   return range(steps).map((i) => {
     const t = (i / (steps - 1)) * (points.length - 1);
@@ -75,7 +75,7 @@ const OTHER = ["#5b6470", "?"]; // a role that this page does not know
 const roleColour = (role) => (Object.hasOwn(ROLES, role) ? ROLES[role] : OTHER)[0];
 const roleSign = (role) => (Object.hasOwn(ROLES, role) ? ROLES[role] : OTHER)[1];
 
-// Black or white, whichever is read better on a colour "#rrggbb" (relative luminance of WCAG).
+// Black or white, whichever has more contrast with a colour "#rrggbb" (relative luminance of WCAG).
 function inkOn(colour) {
   const [r, g, b] = [1, 3, 5].map((at) => (parseInt(colour.slice(at, at + 2), 16) / 255) ** 2.2);
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#000000" : "#ffffff";
@@ -84,14 +84,14 @@ function inkOn(colour) {
 const theme = () => document.documentElement.dataset.theme; // "light" or "dark": set before anything is drawn
 const css = ([r, g, b]) => `rgb(${r},${g},${b})`;
 
-// How a value from 0 to 1 becomes a step of the ramp: small weights are lifted by the root.
+// From a value from 0 to 1 to a step of the ramp: the root makes small weights visible.
 const SCALES = { linear: (x) => x, root: Math.sqrt };
 
 function colourOf(share, scale = "root") {
   return css(RAMPS[theme()][Math.round(255 * SCALES[scale](clamp(share, 0, 1)))]);
 }
 
-// A picture of values (rows, cols), one pixel for each: from 0 to `top`, or from -top to top where `signed`.
+// A canvas of values (rows, cols), a pixel each: from 0 to `top`, or from -top to top if `signed`.
 function painted(values, rows, cols, top, { signed = false, scale = "root" } = {}) {
   const canvas = element("canvas", { width: Math.max(cols, 1), height: Math.max(rows, 1) });
   const context = canvas.getContext("2d");

@@ -49,28 +49,28 @@ class Text {
     this.piecesOfWords = word.length && word[word.length - 1] + 1 < word.length;
   }
 
-  // Tokens, or words of several, as [first, last, label], with or without the special ones.
+  // Tokens, or whole words, as [first, last, label], with or without special tokens.
   groups(words, specials) {
-    const found = [];
+    const groups = [];
     this.tokens.forEach((token, i) => {
       if (!specials && this.special.has(i)) return;
-      const last = found[found.length - 1];
+      const last = groups[groups.length - 1];
       if (words && last && last[1] === i && this.word[i] === this.word[i - 1]) {
         last[1] = i + 1;
         last[2] += piece(token);
-      } else found.push([i, i + 1, token]);
+      } else groups.push([i, i + 1, token]);
     });
-    return found;
+    return groups;
   }
 }
 
-// A piece of a word within it: "##ly" is "ly" there.
+// A piece of a word without its mark: "ly" for "##ly".
 const piece = (token) => (token.startsWith("##") && token.slice(2)) || token;
 
 class Layer {
   constructor(data, run, meta, index) {
     Object.assign(this, meta);
-    if (this.map) this.map.scale = this.map.scale.map((scale) => scale ?? NaN); // (a head whose weights are no numbers)
+    if (this.map) this.map.scale = this.map.scale.map((scale) => scale ?? NaN); // (a head whose weights are NaN)
     this.data = data;
     this.run = run;
     this.index = index;
@@ -80,7 +80,7 @@ class Layer {
     this.loaded = null;
   }
 
-  // Numbers are unpacked when they are first looked at.
+  // Numbers are unpacked on first use.
   ready() {
     if (!this.loaded)
       this.loaded = this.blob ? this.data.bytes(this.blob).then((bytes) => this.unpack(bytes)) : Promise.resolve(this);
@@ -89,12 +89,12 @@ class Layer {
 
   unpack(bytes) {
     this.bytes = bytes;
-    if (this.map) this.map.codes = whole(bytes, this.map);
-    for (const crop of this.crops) crop.codes = whole(bytes, crop);
+    if (this.map) this.map.codes = integers(bytes, this.map);
+    for (const crop of this.crops) crop.codes = integers(bytes, crop);
     if (this.links) {
-      this.links.keys.codes = whole(bytes, this.links.keys);
-      this.links.weights.codes = whole(bytes, this.links.weights);
-      if (this.links.queries) this.links.queries.codes = whole(bytes, this.links.queries);
+      this.links.keys.codes = integers(bytes, this.links.keys);
+      this.links.weights.codes = integers(bytes, this.links.weights);
+      if (this.links.queries) this.links.queries.codes = integers(bytes, this.links.queries);
     }
     return this;
   }
@@ -112,13 +112,13 @@ class Layer {
     return this.roles[head] || null;
   }
 
-  // What was measured of a head, or undefined: not in this layer, or no number.
+  // A measure of a head; undefined if it was not measured in this layer, or is NaN.
   measured(name, head) {
     const values = Object.hasOwn(this.measures, name) ? this.measures[name] : [];
     return values[head] ?? undefined;
   }
 
-  // Cell (i, j) of a head's map, and how far the next code is away.
+  // Cell (i, j) of a head's map, and the distance to the next code.
   cell(head, i, j) {
     const [, rows, cols] = this.map.shape;
     return decode(this.map.codes[(head * rows + i) * cols + j], this.map.scale[head], this.map.bits);
@@ -133,25 +133,25 @@ class Layer {
     );
   }
 
-  // The strongest links of a query, [key, weight] with the strongest first: of all weights, or those that were kept.
+  // The strongest links of a query, [key, weight], the strongest first: of all weights, or of the links that were kept.
   strongest(head, query, count, matrix = null) {
-    let found = [];
+    let links = [];
     if (!this.pooled) {
       const [, rows, cols] = this.map.shape;
       const row = (j) => (matrix ? matrix[query * cols + j] : this.cell(head, query, j).value);
-      found = range(cols).map((j) => [j, row(j)]);
+      links = range(cols).map((j) => [j, row(j)]);
     } else if (this.links) {
       const [first, last] = this.linksOf(head, query);
-      found = range(last - first).map((i) => [this.links.keys.codes[first + i], this.linked(head, first + i).value]);
+      links = range(last - first).map((i) => [this.links.keys.codes[first + i], this.linked(head, first + i).value]);
     }
-    return found
+    return links
       .filter(([, weight]) => weight > 0)
       .sort((a, b) => b[1] - a[1])
       .slice(0, count);
   }
 
-  // Where the links of a query are among all that were kept, from the first to the one after the last. Of a long text
-  // some queries have one, and their numbers rise.
+  // The range of a query's links among all that were kept. In a long text only some queries have one; their positions
+  // are in rising order.
   linksOf(head, query) {
     const { keys, queries } = this.links;
     const [, rows, k] = keys.shape;
@@ -169,7 +169,7 @@ class Layer {
     return [(head * rows + row) * k, (head * rows + row + 1) * k];
   }
 
-  // One of the links that were kept, by its place among all.
+  // One of the links that were kept, by its index.
   linked(head, at) {
     const { codes, scale, bits } = this.links.weights;
     return decode(codes[at], scale[head], bits);
@@ -211,7 +211,7 @@ class Layer {
     let row = 0;
     piece.shape.slice(0, -1).forEach((size, axis) => (row = row * size + where[axis]));
     if (!piece.codes) {
-      piece.codes = whole(this.bytes, piece);
+      piece.codes = integers(this.bytes, piece);
       const count = piece.codes.length / width;
       piece.scale = new Float32Array(this.bytes.slice(piece.scales, piece.scales + 4 * count).buffer);
     }
@@ -222,19 +222,19 @@ class Layer {
     );
   }
 
-  // How much a head adds to a token: the norm of its slice after the projection, and its cosine with the sum of all.
+  // What a head adds to a token: the norm of its slice after the projection, and its cosine with the sum of all heads.
   adds(head, query) {
     if (!this.flow || !this.flow.norms) return null;
-    const { norms, added = 0 } = this.flow; // of a long text those of its last tokens
+    const { norms, added = 0 } = this.flow; // (of a long text only the last tokens have them)
     if (query < added) return null;
-    norms.codes = norms.codes || whole(this.bytes, norms);
+    norms.codes = norms.codes || integers(this.bytes, norms);
     const norm = decode(norms.codes[head * norms.shape[1] + query - added], norms.scale[head], norms.bits).value;
     const cosine = this.vector("cosines", head)[query - added];
     return Number.isFinite(norm) && Number.isFinite(cosine) ? { norm, cosine } : null;
   }
 }
 
-// Where the largest of some numbers are, the largest first: one pass, for there may be millions.
+// The indices of the largest numbers, the largest first, in one pass: there may be millions.
 function largestOf(values, count, size = (x) => x) {
   const best = [];
   let least = 0;
@@ -250,8 +250,8 @@ function largestOf(values, count, size = (x) => x) {
   return best;
 }
 
-// Whole numbers, stored low bytes first: those of all, then the next bytes of all.
-function whole(bytes, { at, shape, bits }) {
+// Integers, stored as the low bytes of all, then the next bytes of all.
+function integers(bytes, { at, shape, bits }) {
   const count = shape.reduce((a, b) => a * b, 1);
   if (bits === 8) return bytes.subarray(at, at + count);
   const codes = new (bits === 16 ? Uint16Array : Uint32Array)(count);

@@ -1,4 +1,4 @@
-// Elements. Everything from outside is text: no string is ever parsed as HTML.
+// DOM elements. Strings are always text: none is ever parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -21,15 +21,14 @@ function filled(node, attributes, children) {
   return node;
 }
 
-// Children as they may be given: in lists of lists, with null for what is not there.
+// Children may be nested lists, with null for those that are left out.
 const present = (children) => children.flat(Infinity).filter((child) => child !== null && child !== undefined);
 
 function fill(node, ...children) {
   node.replaceChildren(...present(children));
 }
 
-// The same, with the focus where it was: on the element itself if it is there again, else on the one with its id. Who
-// works with keys would have to begin anew otherwise, at the top of the page.
+// The same, keeping the keyboard focus: on the element itself if it is there again, else on the element with its id.
 function refill(node, ...children) {
   const focused = document.activeElement;
   fill(node, ...children);
@@ -37,12 +36,12 @@ function refill(node, ...children) {
 }
 
 function refocus(focused) {
-  if (document.activeElement !== document.body || focused === document.body) return; // it was not lost, or has gone on
+  if (document.activeElement !== document.body || focused === document.body) return; // it was not lost, or has moved on
   const again = focused.isConnected ? focused : focused.id && document.getElementById(focused.id);
   if (again) again.focus({ preventScroll: true });
 }
 
-// A number as it is read: four digits that count.
+// A number with four significant digits.
 function number(x, digits = 4) {
   if (!Number.isFinite(x)) return "–";
   if (x === 0) return "0";
@@ -57,22 +56,22 @@ function short(text, length = 14) {
   return fits ? text : letters.slice(0, length - 1).join("") + "…";
 }
 
-// Text of either direction, kept from turning its surroundings.
+// Text of either direction, isolated from its surroundings.
 const isolated = (text) => `\u2068${text}\u2069`;
 
 const clamp = (x, low, high) => Math.min(Math.max(x, low), high);
 const range = (count) => Array.from({ length: count }, (_, i) => i);
 
-// A control with its name before it.
+// A control with its label before it.
 function field(name, control, attributes = {}) {
   return element("label", { class: "field", ...attributes }, element("span", {}, name), control);
 }
 
 function select(options, chosen, change, attributes = {}) {
-  const made = options.map(([value, text]) =>
+  const items = options.map(([value, text]) =>
     element("option", { value, selected: String(value) === String(chosen) }, text),
   );
-  return element("select", { onchange: (event) => change(event.target.value), ...attributes }, made);
+  return element("select", { onchange: (event) => change(event.target.value), ...attributes }, items);
 }
 
 function check(name, on, change, attributes = {}) {

@@ -1,7 +1,7 @@
-// Two columns of tokens with lines between: thickness is weight. Hover a token: what it looks at, what looks at it.
+// Two columns of tokens with lines between them, as thick as the weight. Hovering a token shows its own links alone.
 
-const LINE = 19; // pixels to a token
-const MOST = 160; // tokens in a column; of longer texts the part that the map shows
+const LINE = 19; // pixels per token
+const MOST = 160; // tokens in a column
 
 class LinksView {
   constructor({ onpick = null } = {}) {
@@ -15,7 +15,7 @@ class LinksView {
     new ResizeObserver(() => this.draw()).observe(this.lines);
   }
 
-  // picture: what to take weights from; window: the part of it that is shown, in units.
+  // picture: where weights are from; window: the part that is shown, in units.
   show(picture, { threshold, top, chosen = -1, window }) {
     Object.assign(this, { picture, threshold, top, chosen });
     const { layer } = picture;
@@ -33,7 +33,7 @@ class LinksView {
     if (pooled)
       this.note.textContent = `${keptLinks(layer)}, of the part that the map shows${first}. Zoom in to see others.`;
     else this.note.textContent = cut ? `The first ${MOST} tokens of the part that the map shows.` : "";
-    this.links = this.found();
+    this.links = this.strongLinks();
     refill(
       this.left,
       this.rows.map((row, at) => this.token(row, at, "query")),
@@ -74,8 +74,8 @@ class LinksView {
     );
   }
 
-  // [row, column, weight], of all queries that are shown: above the threshold, at most `top` of each.
-  found() {
+  // [row, column, weight] of the queries that are shown: above the threshold, at most `top` of each.
+  strongLinks() {
     const { picture, threshold, top } = this;
     const { layer, head } = picture;
     const links = [];
@@ -97,7 +97,7 @@ class LinksView {
     this.draw();
   }
 
-  // The chosen query, if it is among those that are shown.
+  // The chosen query, if it is shown.
   choice() {
     const at = this.chosen < 0 ? -1 : this.rows.findIndex(([unit]) => unit === this.chosen);
     return at < 0 ? null : ["query", at];
@@ -112,7 +112,7 @@ class LinksView {
     const held = this.held || this.choice();
     const chosen = ([i, j]) => !held || (held[0] === "query" ? i === held[1] : j === held[1]);
     const middle = (at) => LINE * (at + 0.5);
-    const made = this.links.filter(chosen).map(([i, j, weight]) => {
+    const paths = this.links.filter(chosen).map(([i, j, weight]) => {
       const [a, b] = [middle(i), middle(j)];
       return shape("path", {
         d: `M0 ${a}C${width * 0.4} ${a} ${width * 0.6} ${b} ${width} ${b}`,
@@ -122,22 +122,22 @@ class LinksView {
         "stroke-opacity": Math.min(1, 0.18 + weight).toFixed(2),
       });
     });
-    fill(this.lines, made);
-    const said = { query: new Map(), key: new Map() };
+    fill(this.lines, paths);
+    const weights = { query: new Map(), key: new Map() };
     if (held)
       for (const [i, j, weight] of this.links.filter(chosen)) {
-        said.query.set(i, held[0] === "query" ? null : weight);
-        said.key.set(j, held[0] === "key" ? null : weight);
+        weights.query.set(i, held[0] === "query" ? null : weight);
+        weights.key.set(j, held[0] === "key" ? null : weight);
       }
     for (const [list, side] of [
       [this.left, "query"],
       [this.right, "key"],
     ]) {
       [...list.children].forEach((item, at) => {
-        const weight = said[side].get(at);
+        const weight = weights[side].get(at);
         item.lastChild.textContent = weight === undefined || weight === null ? "" : weight.toFixed(2);
         item.classList.toggle("held", Boolean(held) && held[0] === side && held[1] === at);
-        item.classList.toggle("linked", said[side].has(at));
+        item.classList.toggle("linked", weights[side].has(at));
       });
     }
     this.columns.classList.toggle("holding", Boolean(held));
@@ -157,18 +157,18 @@ function keptLinks({ links, n }) {
 function unitsIn(first, last, groups, text) {
   const from = Math.floor(first + 1e-6);
   const to = Math.ceil(last - 1e-6);
-  const found = groups
+  const units = groups
     .slice(from, Math.min(to, from + MOST))
     .map(([token, , label], i) => [from + i, label, text.special.has(token)]);
-  found.cut = to - from > MOST;
-  return found;
+  units.cut = to - from > MOST;
+  return units;
 }
 
 function tokensIn(first, last, groups, text, count) {
   const [from, to] = [Math.floor((first * count) / groups.length), Math.ceil((last * count) / groups.length)];
-  const found = text.tokens
+  const units = text.tokens
     .slice(from, Math.min(to, from + MOST))
     .map((token, i) => [from + i, token, text.special.has(from + i)]);
-  found.cut = to - from > MOST;
-  return found;
+  units.cut = to - from > MOST;
+  return units;
 }

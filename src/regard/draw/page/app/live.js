@@ -1,4 +1,4 @@
-// The page while it is served: ask for another text, see how far it is, stop it; exact crops where one zooms in.
+// The served page: a form to look at another text, its progress, and exact crops when zoomed in.
 
 class Live {
   constructor(about) {
@@ -8,7 +8,7 @@ class Live {
 
   begin(app) {
     this.app = app;
-    this.form = this.made();
+    this.form = this.buildForm();
     document.getElementById("top").after(this.form);
     window.addEventListener(
       "pagehide",
@@ -21,7 +21,7 @@ class Live {
 
   header() {}
 
-  made() {
+  buildForm() {
     const { about } = this;
     this.text = element("textarea", {
       id: "live-text",
@@ -48,7 +48,7 @@ class Live {
       "Stop",
     );
     this.bar = element("progress", { max: 1, value: 0, hidden: true, "aria-label": "progress" });
-    this.said = element("span", { role: "status", id: "live-said" });
+    this.status = element("span", { role: "status", id: "live-status" });
     this.chosen();
     return element(
       "form",
@@ -62,12 +62,12 @@ class Live {
         this.go,
         this.stop,
         this.bar,
-        this.said,
+        this.status,
       ),
     );
   }
 
-  // An encoder does not write.
+  // An encoder cannot generate.
   chosen() {
     this.more.disabled = this.about.models.some(({ name, kind }) => name === this.model.value && kind === "encoder");
   }
@@ -84,12 +84,12 @@ class Live {
   async run(begun) {
     if (this.go.disabled) return;
     this.busy(true);
-    this.said.textContent = "";
+    this.status.textContent = "";
     try {
       this.job = await begun();
       await this.follow();
     } catch (error) {
-      this.said.textContent = error.message;
+      this.status.textContent = error.message;
     }
     this.job = null;
     this.busy(false);
@@ -99,14 +99,14 @@ class Live {
     for (let wait = 60; ; wait = Math.min(2 * wait, 800)) {
       const now = await this.call("GET", `api/jobs/${this.job}`, null, 5);
       this.bar.value = now.progress;
-      this.said.textContent = now.message;
+      this.status.textContent = now.message;
       if (now.state === "failed" || now.state === "stopped") throw new Error(now.message);
       if (now.state === "done") break;
       await new Promise((done) => setTimeout(done, wait));
     }
     const { meta, blobs } = await this.call("GET", `api/jobs/${this.job}/page`);
     this.record = this.job;
-    this.said.textContent = meta.generated ? `generated: ${meta.generated}` : "";
+    this.status.textContent = meta.generated ? `generated: ${meta.generated}` : "";
     this.app.load(new Data(meta, (name) => blobs[name]));
   }
 
@@ -120,7 +120,7 @@ class Live {
     if (this.job) this.call("DELETE", `api/jobs/${this.job}`).catch(() => {});
   }
 
-  // Ask the server; where it is too busy to answer, so many times again.
+  // Send a request to the server; if it is too busy to answer, again up to `again` times.
   async call(method, path, body, again = 0) {
     const answer = await fetch(path, {
       method,
@@ -131,12 +131,12 @@ class Live {
       await new Promise((done) => setTimeout(done, 1000));
       return this.call(method, path, body, again - 1);
     }
-    const said = await answer.json().catch(() => ({ error: `the server answered ${answer.status}` }));
-    if (!answer.ok) throw new Error(said.error || `the server answered ${answer.status}`);
-    return said;
+    const content = await answer.json().catch(() => ({ error: `the server answered ${answer.status}` }));
+    if (!answer.ok) throw new Error(content.error || `the server answered ${answer.status}`);
+    return content;
   }
 
-  // The part of a pooled map that is in sight, exactly, if it is small enough to be asked for.
+  // Fetch exact weights of the visible part of a pooled map, if it is small enough.
   async zoomed(view) {
     const { map } = view;
     const { picture } = map;
@@ -154,13 +154,13 @@ class Live {
       crop.col + crop.shape[2] >= part[3];
     if (layer.crops.some(inside)) return;
     const asked = (this.asked = [layer.index, head, ...part].join());
-    await new Promise((done) => setTimeout(done, 150)); // until the zoom rests
+    await new Promise((done) => setTimeout(done, 150)); // until zooming has stopped
     if (this.asked !== asked) return;
     const [rows, cols] = [`${part[0]}-${part[1]}`, `${part[2]}-${part[3]}`];
     const query = `layer=${layer.index}&head=${head}&rows=${rows}&cols=${cols}`;
     const crop = await this.call("GET", `api/jobs/${this.record}/crop?${query}`).catch(() => null);
     if (!crop) return;
-    crop.codes = whole(
+    crop.codes = integers(
       Uint8Array.from(atob(crop.data), (letter) => letter.charCodeAt(0)),
       crop,
     );

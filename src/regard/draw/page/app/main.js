@@ -16,9 +16,9 @@ class App {
     this.main = document.getElementById("main");
     this.top = document.getElementById("top");
     this.status = element("p", { class: "status", role: "alert" });
-    this.said = element("p", { class: "unseen", role: "status", id: "said" }); // for those who hear the page
-    this.main.after(this.said);
-    this.scrolled = new Map(); // how far down each view was left
+    this.announcer = element("p", { class: "unseen", role: "status", id: "announcer" }); // for screen readers
+    this.main.after(this.announcer);
+    this.scrolled = new Map(); // the scroll position of each view
     document.getElementById("skip").addEventListener("click", (event) => {
       event.preventDefault(); // (or the address would hold the name of an element instead of the view)
       this.main.focus();
@@ -30,9 +30,9 @@ class App {
     this.changed(["theme"]);
   }
 
-  // Other data, as a live page gets them.
+  // New data, on a live page.
   load(data) {
-    const first = !this.data; // of which the address may hold a view
+    const first = !this.data; // (the address may hold a view of it)
     this.data = data;
     if (!first)
       this.state.set({
@@ -107,7 +107,7 @@ class App {
   announce(changed) {
     if (!this.data || !["view", "run", "layer", "head"].some((name) => changed.includes(name))) return;
     const which = ["head", "flow", "compare"].includes(this.state.view) ? `: ${this.layer.label(this.head)}` : "";
-    this.said.textContent = `${this.state.view}${which}`;
+    this.announcer.textContent = `${this.state.view}${which}`;
   }
 
   header() {
@@ -198,7 +198,7 @@ class App {
     return a.n === b.n && a.m === b.m;
   }
 
-  // Another run: of the same text the same place, of another its beginning.
+  // Another run: the same place of the same text, the beginning of another.
   turn(number) {
     const [a, b] = [this.layer, this.data.runs[number].layers[this.layer.index]];
     const same =
@@ -206,7 +206,7 @@ class App {
     this.state.set({ run: number, ...(same ? {} : { zoom: "", q: -1, k: -1 }) });
   }
 
-  // The next head, of this layer or of the one after it.
+  // The next head, of this layer or the next layer.
   step(by) {
     const heads = this.run.heads();
     const now = heads.findIndex(({ layer, head }) => layer === this.layer && head === this.head);
@@ -283,7 +283,7 @@ function start() {
   const live = meta.live ? new Live(meta.live) : null;
   const app = new App(meta.runs.length ? new Data(meta, encoded) : null, live);
   if (live) live.begin(app);
-  window.regard = app; // for those who open the console
+  window.regard = app; // for the console
 }
 
 start();

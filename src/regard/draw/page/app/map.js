@@ -1,6 +1,6 @@
 // A map on the screen: labels, zoom by wheel, pinch and keys, pan by dragging, the value under the pointer.
 
-const LETTERS = 11; // pixels, of labels
+const LETTERS = 11; // font size of labels, in pixels
 
 class MapView {
   constructor({ name, id, onhover = null, onpick = null, onzoom = null, ondrop = null }) {
@@ -61,7 +61,7 @@ class MapView {
     this.layout();
   }
 
-  // Pictures of the values, one pixel for each; the screen shows parts of them.
+  // Images of the values, a pixel each; the screen shows parts of them.
   paint() {
     const { picture, scale } = this;
     this.image = painted(picture.values, picture.rows.length, picture.cols.length, picture.top, {
@@ -78,7 +78,7 @@ class MapView {
     }));
   }
 
-  // A window as it can be shown, or null: rounding may have pushed it over the edge by a little, but not by more.
+  // A window that can be shown, or null: rounding may have pushed it a little over the edge.
   valid(zoom) {
     if (!zoom || zoom.length !== 4 || !zoom.every(Number.isFinite)) return null;
     const { rows, cols } = this.picture;
@@ -87,7 +87,7 @@ class MapView {
     return near && r0 < r1 && c0 < c1 ? [r0, r1, c0, c1] : null;
   }
 
-  get whole() {
+  get unzoomed() {
     const [r0, r1, c0, c1] = this.window;
     return r0 <= 0 && c0 <= 0 && r1 >= this.picture.rows.length && c1 >= this.picture.cols.length;
   }
@@ -103,7 +103,7 @@ class MapView {
     return this.height / (r1 - r0) / this.tokens[0] >= 2; // a token is large enough to be seen
   }
 
-  // Cells are moved over one by one; of a pooled map where tokens can be seen, tokens.
+  // The step of the cursor: a cell, or a token of a pooled map if tokens are visible.
   get unit() {
     return this.picture.layer.pooled && !this.picture.parts && this.exact ? this.tokens : [1, 1];
   }
@@ -115,7 +115,7 @@ class MapView {
     const longest = (groups) =>
       groups.slice(0, 400).reduce((most, group) => Math.max(most, widthOf(short(axisLabel(group), 16))), 1) +
       (groups.length > 60 ? widthOf("000 ") : 0);
-    const least = this.picture.layer.pooled ? 64 : 34; // (tokens come to sight when one zooms in)
+    const least = this.picture.layer.pooled ? 64 : 34; // (tokens become visible when zoomed in)
     this.left = Math.ceil(clamp(10 + longest(rows), least, Math.max(Math.min(room * 0.3, 110), least)));
     this.above = Math.ceil(clamp(10 + longest(cols), least, 96));
     const most = Math.max(240, window.innerHeight - 310);
@@ -148,7 +148,7 @@ class MapView {
     const context = canvas.getContext("2d");
     const [r0, r1, c0, c1] = this.window;
     const [x, y] = [canvas.width / (c1 - c0), canvas.height / (r1 - r0)];
-    context.imageSmoothingEnabled = x < 1 || y < 1; // (or cells that are smaller than a pixel would get lost)
+    context.imageSmoothingEnabled = x < 1 || y < 1; // (or cells smaller than a pixel would be lost)
     context.clearRect(0, 0, canvas.width, canvas.height);
     context.setTransform(x, 0, 0, y, -c0 * x, -r0 * y);
     context.drawImage(this.image, 0, 0);
@@ -165,12 +165,12 @@ class MapView {
     }
     context.setTransform(1, 0, 0, 1, 0, 0);
     this.frames = frames;
-    this.node.classList.toggle("zoomed", !this.whole);
+    this.node.classList.toggle("zoomed", !this.unzoomed);
     this.drawLabels();
     this.drawMark();
   }
 
-  // The strongest links stand where they are, whatever the cell around them.
+  // The strongest links are drawn at their own place within a cell.
   drawLinks(context, tall, wide) {
     const { layer, head } = this.picture;
     if (!layer.links) return;
@@ -188,9 +188,9 @@ class MapView {
     const { picture, left, above, width, height } = this;
     const [r0, r1, c0, c1] = this.window;
     const [tall, wide] = this.tokens;
-    const made = [];
+    const shapes = [];
     const along = (groups, text, first, last, size, per, place) => {
-      const fine = per > 1 && size / (last - first) / per >= 10; // tokens, where there is room for them
+      const fine = per > 1 && size / (last - first) / per >= 10; // single tokens, if there is room
       const unit = fine ? 1 / per : 1;
       const pixels = (size / (last - first)) * unit;
       const skip = Math.max(1, Math.ceil(12 / pixels));
@@ -200,25 +200,25 @@ class MapView {
         if (middle < 0 || middle > size) continue;
         const label = fine ? text.tokens[i] : axisLabel(groups[i]);
         const numbered = skip > 1 && per === 1 && label !== String(groups[i][0]); // a few of many
-        made.push(place(middle, numbered ? `${groups[i][0]} ${label}` : label));
+        shapes.push(place(middle, numbered ? `${groups[i][0]} ${label}` : label));
       }
     };
     const font = { "font-size": LETTERS, fill: "currentColor" };
-    along(picture.rows, picture.layer.queries, r0, r1, height, tall, (y, said) =>
+    along(picture.rows, picture.layer.queries, r0, r1, height, tall, (y, label) =>
       shape(
         "text",
         { ...font, x: left - 5, y: above + y + 4, "text-anchor": "end", direction: "ltr" },
-        isolated(fitted(said, left - 7)),
+        isolated(fitted(label, left - 7)),
       ),
     );
-    along(picture.cols, picture.layer.keys, c0, c1, width, wide, (x, said) =>
+    along(picture.cols, picture.layer.keys, c0, c1, width, wide, (x, label) =>
       shape(
         "text",
         { ...font, transform: `translate(${left + x + 4} ${above - 5}) rotate(-90)` },
-        isolated(fitted(said, above - 7)),
+        isolated(fitted(label, above - 7)),
       ),
     );
-    made.push(
+    shapes.push(
       shape("rect", {
         x: left - 0.5,
         y: above - 0.5,
@@ -229,7 +229,7 @@ class MapView {
         "stroke-opacity": 0.35,
       }),
     );
-    fill(this.labels, made);
+    fill(this.labels, shapes);
   }
 
   drawMark() {
@@ -244,23 +244,23 @@ class MapView {
         ? shape("rect", { x: left + x0, y: above + y0, width: x1 - x0, height: y1 - y0, fill: "none", ...attributes })
         : null;
     };
-    const made = this.frames.map((place) =>
+    const shapes = this.frames.map((place) =>
       box(place, { stroke: "var(--accent)", "stroke-dasharray": "3 2", "stroke-opacity": 0.9 }),
     );
     if (this.cursor) {
       const [tall, wide] = this.unit;
       const [r, c] = this.cursor;
-      made.push(
+      shapes.push(
         box([Math.floor(c * wide) / wide, Math.floor(r * tall) / tall, 1 / wide, 1 / tall], {
           stroke: "var(--accent)",
           "stroke-width": 2,
         }),
       );
     }
-    fill(this.mark, made);
+    fill(this.mark, shapes);
   }
 
-  // The place under a point of the screen, in units.
+  // The position under a point of the screen, in units.
   place(event) {
     const box = this.canvas.getBoundingClientRect();
     const [r0, r1, c0, c1] = this.window;
@@ -274,9 +274,9 @@ class MapView {
     this.onhover && this.onhover(place && this.picture.at(...place, this.exact));
   }
 
-  // Once the whole map is there, turning further scrolls the page.
+  // When the whole map is shown, the wheel scrolls the page.
   wheel(event) {
-    if (this.whole && event.deltaY > 0) return;
+    if (this.unzoomed && event.deltaY > 0) return;
     event.preventDefault();
     this.zoomBy(Math.exp(clamp(event.deltaY, -60, 60) / 120), this.place(event));
   }
@@ -301,7 +301,7 @@ class MapView {
     const asWritten = zoom && zoom.map((x) => Math.round(x * 1e5) / 1e5);
     this.window = this.valid(asWritten) || [0, this.picture.rows.length, 0, this.picture.cols.length];
     this.draw();
-    this.onzoom && this.onzoom(this.whole ? null : this.window);
+    this.onzoom && this.onzoom(this.unzoomed ? null : this.window);
   }
 
   down(event) {
@@ -343,11 +343,11 @@ class MapView {
   }
 
   pick(place) {
-    const found = this.picture.at(...place, this.exact);
+    const cell = this.picture.at(...place, this.exact);
     this.cursor = place;
     this.drawMark();
-    this.onhover && this.onhover(found);
-    this.onpick && this.onpick(found);
+    this.onhover && this.onhover(cell);
+    this.onpick && this.onpick(cell);
   }
 
   key(event) {
@@ -380,7 +380,7 @@ class MapView {
     this.ondrop && this.ondrop();
   }
 
-  // Keep the cursor in sight.
+  // Keep the cursor visible.
   follow() {
     const [r0, r1, c0, c1] = this.window;
     const moved = ([first, last], at, per) => {
@@ -395,22 +395,22 @@ class MapView {
   }
 }
 
-// A cell of several tokens is named by the first.
+// A cell of several tokens is labelled with its first.
 const axisLabel = ([first, last, label]) => (label === `${first}–${last - 1}` ? String(first) : label);
 
 const pen = document.createElement("canvas").getContext("2d");
 
-// How wide a label is, in pixels.
+// The width of a label in pixels.
 function widthOf(text) {
   pen.font = `${LETTERS}px ${getComputedStyle(document.body).fontFamily}`;
   return pen.measureText(text).width;
 }
 
-// The beginning of a text, as far as there is room.
+// The beginning of a text that fits.
 function fitted(text, room) {
-  const said = short(text, 40);
-  if (widthOf(said) <= room) return said;
-  const letters = Array.from(said);
+  const label = short(text, 40);
+  if (widthOf(label) <= room) return label;
+  const letters = Array.from(label);
   let [fits, over] = [0, letters.length];
   while (over - fits > 1) {
     const middle = (fits + over) >> 1;
@@ -420,7 +420,7 @@ function fitted(text, room) {
   return `${letters.slice(0, fits).join("")}…`;
 }
 
-// What the steps of colour mean.
+// The colour scale.
 function legend(top, scale, signed = false) {
   const count = 48;
   const values = Float32Array.from(range(count), (i) => (signed ? (2 * i) / (count - 1) - 1 : i / (count - 1)) * top);

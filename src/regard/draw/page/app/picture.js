@@ -22,11 +22,11 @@ class Picture {
       );
     const groups = (text) => {
       const found = text.groups(words, specials);
-      return found.length ? found : text.groups(words, true); // (a text of nothing but marks)
+      return found.length ? found : text.groups(words, true); // (all tokens are special)
     };
     const [r, c] = [groups(layer.queries), groups(layer.keys)];
-    const whole = r.length === rows && c.length === cols;
-    const shown = whole ? values : gathered(values, cols, r, c);
+    const unchanged = r.length === rows && c.length === cols;
+    const shown = unchanged ? values : gathered(values, cols, r, c);
     return new Picture(layer, head, r, c, shown, largest(shown));
   }
 
@@ -43,7 +43,7 @@ class Picture {
     return this.values[i * this.cols.length + j];
   }
 
-  // A value is known to within this much: the step of the code, of each weight that is in it.
+  // The precision of a value: the sum of the code steps of all its weights.
   step(i, j) {
     if (this.parts) return this.parts[0].step(i, j) + this.parts[1].step(i, j);
     if (this.layer.pooled) return this.layer.cell(this.head, i, j).step;
@@ -53,7 +53,7 @@ class Picture {
     return total / (r1 - r0);
   }
 
-  // Which tokens are at a place (in units): a single one where its weight was kept, else those of the cell.
+  // The tokens at a position (in units): single ones if their weight was kept, else those of the cell.
   at(r, c, exact) {
     const [i, j] = [clamp(Math.floor(r), 0, this.rows.length - 1), clamp(Math.floor(c), 0, this.cols.length - 1)];
     const { layer, head } = this;
@@ -92,7 +92,7 @@ function spans(count, cells, text) {
   });
 }
 
-// Rows of a group are averaged, columns added up: what a word gives, and what a word is given (Clark et al. 2019).
+// Words of several tokens: rows are averaged, columns summed (Clark et al. 2019).
 function gathered(values, width, rows, cols) {
   const result = new Float32Array(rows.length * cols.length);
   rows.forEach(([r0, r1], i) => {
@@ -105,7 +105,7 @@ function gathered(values, width, rows, cols) {
   return result;
 }
 
-// A large map for a small picture: cells of as many tokens each, but for the last, so that none stands out by its size.
+// A large map pooled for a small picture: cells of equal size, except the last.
 function reduced(values, rows, cols, most) {
   const groups = (count) => {
     const size = Math.ceil(count / most);

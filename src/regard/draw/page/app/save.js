@@ -1,6 +1,6 @@
-// The current view as a picture: what is on the screen, drawn again as SVG; and that as PNG.
+// The current view as a picture: redrawn as SVG, and from that as PNG.
 
-const WITHOUT = ".zoom, .step"; // buttons that a picture has no use for
+const WITHOUT = ".zoom, .step"; // buttons that are left out
 const MARGIN = 16; // pixels
 
 function download(name, blob) {
@@ -11,7 +11,7 @@ function download(name, blob) {
   setTimeout(() => URL.revokeObjectURL(link.href), 10000);
 }
 
-// Walk what is shown: backgrounds and borders become rectangles, text becomes text, canvases become images.
+// Walk the visible elements: backgrounds and borders become rectangles, text becomes text, canvases become images.
 class Drawing {
   constructor(root) {
     this.frame = root.getBoundingClientRect();
@@ -36,14 +36,14 @@ class Drawing {
     };
   }
 
-  // `into` is what a node is drawn into; `clip` what can be seen of it.
+  // `into`: the SVG element to draw into; `clip`: the visible part.
   walk(node, into, clip) {
     if (node.nodeType === Node.TEXT_NODE) return void into.append(...this.text(node, clip));
     if (node.nodeType !== Node.ELEMENT_NODE || node.matches(WITHOUT)) return;
     const style = getComputedStyle(node);
     if (style.display === "none" || style.visibility === "hidden" || style.opacity === "0") return;
     const box = node.getBoundingClientRect();
-    if (!node.closest("thead") && !inSight(box, clip)) return; // (what sticks may be in sight though its row is not)
+    if (!node.closest("thead") && !inSight(box, clip)) return; // (sticky cells may be visible though their row is not)
     const target = style.opacity === "1" ? into : into.appendChild(shape("g", { opacity: style.opacity }));
     if (node instanceof HTMLCanvasElement) return void target.append(this.canvas(node, box, style));
     if (node instanceof SVGSVGElement) return void target.append(this.copy(node, box, style));
@@ -53,7 +53,7 @@ class Drawing {
     this.children(node, target, clip, box, style);
   }
 
-  // What an element hides of its children is cut off by an SVG of its size, in the same coordinates.
+  // Overflow that an element hides is clipped by a nested SVG of its size.
   children(node, into, clip, box, style) {
     const hides = node !== this.root && (style.overflowX !== "visible" || style.overflowY !== "visible");
     const { x, y, width, height } = this.place(box);
@@ -97,9 +97,9 @@ class Drawing {
         style[`border${side}Style`] !== "none" &&
         style[`border${side}Color`],
     );
-    const made = [];
+    const shapes = [];
     if (!none(style.backgroundColor) || (edges[0] && edges[1]))
-      made.push(
+      shapes.push(
         shape("rect", {
           ...place,
           rx: parseFloat(style.borderTopLeftRadius) || 0,
@@ -108,9 +108,9 @@ class Drawing {
         }),
       );
     if (edges[0] && !edges[1])
-      made.push(shape("path", { d: `M${place.x} ${place.y}h${place.width}`, stroke: edges[0] }));
+      shapes.push(shape("path", { d: `M${place.x} ${place.y}h${place.width}`, stroke: edges[0] }));
     if (edges[1] && !edges[0])
-      made.push(
+      shapes.push(
         shape("path", {
           d: `M${place.x} ${place.y}v${place.height}`,
           stroke: edges[1],
@@ -119,7 +119,7 @@ class Drawing {
       );
     const share = parseFloat(style.getPropertyValue("--share"));
     if (share > 0)
-      made.push(
+      shapes.push(
         shape("rect", {
           ...place,
           width: (place.width * share) / 100,
@@ -127,7 +127,7 @@ class Drawing {
           "fill-opacity": 0.22,
         }),
       );
-    return made;
+    return shapes;
   }
 
   control(node, box, style) {
@@ -152,7 +152,7 @@ class Drawing {
         }),
       ];
     }
-    const said =
+    const text =
       node instanceof HTMLSelectElement
         ? (node.selectedOptions[0] || {}).textContent || ""
         : node.type === "checkbox"
@@ -160,10 +160,10 @@ class Drawing {
             ? "☑"
             : "☐"
           : node.value;
-    return [line(said, node.type === "checkbox" ? x : x + 8, y + height * 0.5 + 5, style)];
+    return [line(text, node.type === "checkbox" ? x : x + 8, y + height * 0.5 + 5, style)];
   }
 
-  // A text node, a line of the screen at a time.
+  // A text node, line by line.
   text(node, clip) {
     const style = getComputedStyle(node.parentElement);
     const part = document.createRange();
@@ -222,7 +222,7 @@ const overlap = (a, b) => ({
   bottom: Math.min(a.bottom, b.bottom),
 });
 
-// Text without what XML cannot hold: control characters, halves of letters.
+// Text without what XML forbids: control characters, lone surrogates.
 const proper = (text) => text.replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\ufffe\uffff]|\p{Surrogate}/gu, "\ufffd");
 
 function line(text, x, y, style) {
@@ -242,7 +242,7 @@ function line(text, x, y, style) {
   );
 }
 
-// Colours that are names in the page's style are written out.
+// CSS variables of colours are replaced by their values.
 function inline(from, to) {
   const style = getComputedStyle(from);
   for (const name of ["fill", "stroke"])
@@ -250,7 +250,7 @@ function inline(from, to) {
   [...from.children].forEach((child, i) => inline(child, to.children[i]));
 }
 
-// All of a view, also what is only drawn when it comes to sight.
+// The whole view, also what is drawn only when it becomes visible.
 async function drawn(view) {
   if (view.complete) await view.complete();
   return new Drawing(view.node).svg;

@@ -1,4 +1,4 @@
-// What is shown, kept in the address, so that a view can be shared. What is as by default is not written.
+// What is shown, kept in the URL's hash, so that a view can be shared. Defaults are not written.
 
 const DEFAULTS = {
   view: "model",
@@ -25,7 +25,7 @@ const DEFAULTS = {
   other: "",
   theme: "",
 };
-// What may stand in an address: anybody can write one by hand.
+// Allowed values: anybody can write an address by hand.
 const AMONG = {
   view: ["model", "head", "flow", "table", "compare"],
   scale: ["root", "linear"],
@@ -33,20 +33,20 @@ const AMONG = {
   theme: ["light", "dark"],
 };
 const BETWEEN = { threshold: [0, 0.5], top: [1, 32], words: [0, 1], specials: [0, 1], down: [0, 1], tdown: [0, 1] };
-const REST = 150; // milliseconds without a change until it is written: browsers refuse hundreds of addresses in a row
+const REST = 150; // milliseconds without a change until the address is written: browsers refuse hundreds in a row
 
 class State {
   constructor() {
     this.listeners = [];
     this.written = location.hash;
-    this.timer = undefined; // while something waits to be written
+    this.timer = undefined; // set while a change waits to be written
     this.read();
     window.addEventListener("hashchange", () => {
       if (location.hash === this.written) return;
       this.timer = clearTimeout(this.timer);
       this.written = location.hash;
       this.read();
-      this.tell(Object.keys(DEFAULTS));
+      this.notify(Object.keys(DEFAULTS));
     });
     window.addEventListener("pagehide", () => this.write());
   }
@@ -59,35 +59,35 @@ class State {
     }
   }
 
-  // Change something: those who listen are told what. A step of its own is one that the browser's "back" undoes.
+  // Change some values and notify listeners. A `step` can be undone by the browser's "back".
   set(changes, step = false) {
     const changed = Object.keys(changes).filter((name) => this[name] !== changes[name]);
     if (!changed.length) return;
-    if (step) this.write(); // what came before belongs to the step before
+    if (step) this.write(); // (earlier changes belong to the step before)
     Object.assign(this, changes);
     clearTimeout(this.timer);
     if (step) this.write(true);
     else this.timer = setTimeout(() => this.write(), REST);
-    this.tell(changed);
+    this.notify(changed);
   }
 
   write(step = false) {
     this.timer = clearTimeout(this.timer);
     const address = this.address();
-    if (this.homeless || address === (this.written || "#")) return;
+    if (this.withoutAddress || address === (this.written || "#")) return;
     try {
       history[step ? "pushState" : "replaceState"](null, "", address);
       this.written = location.hash;
     } catch {
-      this.homeless = true; // a frame in a notebook has no address of its own: what is shown is remembered here alone
+      this.withoutAddress = true; // a notebook's frame has no address: the state is kept in memory only
     }
   }
 
   address(changes = {}) {
-    const said = new URLSearchParams();
+    const query = new URLSearchParams();
     const state = { ...this, ...changes };
-    for (const name of Object.keys(DEFAULTS)) if (state[name] !== DEFAULTS[name]) said.set(name, state[name]);
-    return "#" + said.toString();
+    for (const name of Object.keys(DEFAULTS)) if (state[name] !== DEFAULTS[name]) query.set(name, state[name]);
+    return "#" + query.toString();
   }
 
   // The attributes that make an element a link to another view. A plain click changes the state itself: where the page
@@ -101,12 +101,12 @@ class State {
     return { href: this.address(changes), onclick: follow };
   }
 
-  tell(changed) {
+  notify(changed) {
     for (const listener of this.listeners) listener(changed);
   }
 }
 
-// A value from an address, or null if it cannot be one.
+// A value from an address, or null if it is not allowed.
 function readable(name, value) {
   if (AMONG[name]) return AMONG[name].includes(value) ? value : null;
   if (typeof DEFAULTS[name] === "string") return value;

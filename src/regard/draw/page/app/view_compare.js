@@ -9,7 +9,7 @@ class CompareView {
       new MapView({
         name,
         id: `map-${i}`,
-        onhover: (found) => this.tell(found, name),
+        onhover: (cell) => this.showReadout(cell, name),
         onzoom: (zoom) => this.zoomed(zoom, name),
       });
     this.maps = Object.fromEntries(["A", "B", "A − B"].map((name, i) => [name, make(name, i)]));
@@ -22,9 +22,9 @@ class CompareView {
       app,
       app: { data, state },
     } = this;
-    const said = state.other.split(".").map(Number);
-    const named = said.length === 3 && data.runs[said[0]] && data.runs[said[0]].layers[said[1]];
-    if (named && Number.isInteger(said[2]) && said[2] >= 0 && said[2] < named.heads) return said;
+    const parts = state.other.split(".").map(Number);
+    const named = parts.length === 3 && data.runs[parts[0]] && data.runs[parts[0]].layers[parts[1]];
+    if (named && Number.isInteger(parts[2]) && parts[2] >= 0 && parts[2] < named.heads) return parts;
     if (data.runs.length < 2) return [app.run.number, app.layer.index, (app.head + 1) % app.layer.heads];
     const run = (app.run.number + 1) % data.runs.length;
     return [run, ...nearest(data.runs[run], app.layer.index, app.head)];
@@ -36,7 +36,7 @@ class CompareView {
       app: { data, state },
     } = this;
     const [run, index, head] = this.other();
-    const turn = (this.turn = {}); // (numbers may arrive after those of a later choice)
+    const turn = (this.turn = {}); // (data may arrive after those of a later choice)
     const [layer, second] = await Promise.all([app.layer.ready(), data.runs[run].layers[index].ready()]);
     if (app.view !== this || this.turn !== turn) return;
     const pick = (name, [r, l, h], change) => {
@@ -83,7 +83,7 @@ class CompareView {
       pick("A", [app.run.number, layer.index, app.head], ([r, l, h]) =>
         state.set({ run: r, layer: l, head: h, zoom: "" }),
       ),
-      pick("B", [run, index, head], (said) => state.set({ other: said.join("."), zoom: "" })),
+      pick("B", [run, index, head], (other) => state.set({ other: other.join("."), zoom: "" })),
       texts.some((text) => text.special.size)
         ? check("special tokens", Boolean(state.specials), (on) => state.set({ specials: Number(on), zoom: "" }), {
             id: "specials",
@@ -153,7 +153,7 @@ class CompareView {
     this.pictures = pictures;
     for (const [name, picture] of Object.entries(pictures))
       if (picture) this.maps[name].show(picture, { scale: state.scale, zoom, title: name });
-    this.tell(null);
+    this.showReadout(null);
   }
 
   named({ layer, head }) {
@@ -169,35 +169,35 @@ class CompareView {
     this.app.state.set({ zoom: zoom ? zoom.join(",") : "" });
   }
 
-  // The maps have followed already.
+  // The maps are already zoomed.
   update(changed) {
     return changed.every((name) => name === "zoom");
   }
 
-  tell(found, from) {
+  showReadout(cell, from) {
     const out = this.readout;
-    out.classList.toggle("note", !found);
-    if (!found) {
+    out.classList.toggle("note", !cell);
+    if (!cell) {
       delete out.dataset.value;
       return fill(out, "Point at a cell.");
     }
     const { layer } = this.pictures[from];
     const value = (name) => {
       const picture = this.pictures[name];
-      return picture && found.i < picture.rows.length && found.j < picture.cols.length
-        ? picture.value(found.i, found.j)
+      return picture && cell.i < picture.rows.length && cell.j < picture.cols.length
+        ? picture.value(cell.i, cell.j)
         : null;
     };
-    const said = ["A", "B", "A − B"].map((name) => [name, value(name)]).filter(([, x]) => x !== null);
+    const values = ["A", "B", "A − B"].map((name) => [name, value(name)]).filter(([, x]) => x !== null);
     fill(
       out,
-      element("b", {}, isolated(spoken(layer.queries, found.query))),
+      element("b", {}, isolated(spoken(layer.queries, cell.query))),
       " → ",
-      element("b", {}, isolated(spoken(layer.keys, found.key))),
+      element("b", {}, isolated(spoken(layer.keys, cell.key))),
       " ",
-      said.map(([name, x]) => `${name} ${number(x)}`).join("   "),
+      values.map(([name, x]) => `${name} ${number(x)}`).join("   "),
     );
-    out.dataset.value = JSON.stringify(Object.fromEntries(said));
+    out.dataset.value = JSON.stringify(Object.fromEntries(values));
   }
 
   changes(picture) {
@@ -257,7 +257,7 @@ class CompareView {
   }
 }
 
-// The layer and head of another run that stand where these do.
+// The layer and head of another run at the same place.
 function nearest(run, layer, head) {
   const index = Math.min(layer, run.layers.length - 1);
   return [index, Math.min(head, run.layers[index].heads - 1)];

@@ -60,7 +60,7 @@ class FlowView {
     );
   }
 
-  // A word in the middle, not a mark.
+  // By default a token in the middle that is not special.
   usual(layer) {
     const words = range(layer.n).filter((i) => !layer.queries.special.has(i));
     return words.length ? words[Math.floor(words.length / 2)] : 0;
@@ -134,7 +134,7 @@ class FlowView {
     );
   }
 
-  // A strip, and the first of its numbers in digits.
+  // A strip of colours, and its first numbers.
   vector(values, name, parts = 1) {
     return values
       ? element("div", { class: "vector" }, this.strip(values, name, parts), element("code", {}, digits(values)))
@@ -202,7 +202,7 @@ class FlowView {
     return open && strongest.length ? [row, this.opened(layer, head, at, strongest, Math.floor(head / shared))] : [row];
   }
 
-  // The strongest keys of a head: their k, their v, the weight.
+  // The strongest keys of a head, with k, v and weight.
   opened(layer, head, at, strongest, kv) {
     const lines = strongest.map(([key, weight]) => {
       const part = (name) => {
@@ -235,7 +235,7 @@ class FlowView {
     return element("div", { class: "opened", role: "row" }, cell);
   }
 
-  // A vector as a strip of colours; its numbers under the pointer.
+  // A vector as a strip of colours; pointing at it shows its numbers.
   strip(values, name, parts = 1) {
     const top = largest(values.map(Math.abs));
     const canvas = painted(values, 1, values.length, top, { signed: true, scale: "linear" });
@@ -305,11 +305,11 @@ function digits(values, count = 6) {
 const normOf = (values) => Math.sqrt(values.reduce((sum, x) => sum + x * x, 0));
 
 function joined(parts) {
-  const whole = new Float32Array(parts.reduce((sum, part) => sum + part.length, 0));
+  const all = new Float32Array(parts.reduce((sum, part) => sum + part.length, 0));
   let at = 0;
   for (const part of parts) {
-    whole.set(part, at);
+    all.set(part, at);
     at += part.length;
   }
-  return whole;
+  return all;
 }

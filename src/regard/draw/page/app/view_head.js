@@ -8,7 +8,7 @@ class HeadView {
     this.map = new MapView({
       name: "attention map",
       id: "map",
-      onhover: (found) => this.tell(found),
+      onhover: (cell) => this.showReadout(cell),
       onpick: ({ tokens: [q, k] }) => state.set({ q, k }),
       ondrop: () => state.set({ q: -1, k: -1 }),
       onzoom: (zoom) => {
@@ -50,7 +50,7 @@ class HeadView {
       });
     const words = layer.queries.piecesOfWords || layer.keys.piecesOfWords;
     const special = layer.queries.special.size || layer.keys.special.size;
-    this.said = element("span", {}, this.filters());
+    this.filterText = element("span", {}, this.filters());
     const controls = element(
       "div",
       { class: "controls" },
@@ -64,7 +64,7 @@ class HeadView {
         "Top",
         slider("most", { min: 1, max: 32, step: 1, value: state.top }, (x) => state.set({ top: x })),
       ),
-      this.said,
+      this.filterText,
       special && !layer.pooled
         ? check("special tokens", Boolean(state.specials), (on) => state.set({ specials: Number(on), zoom: "" }), {
             id: "specials",
@@ -112,18 +112,18 @@ class HeadView {
     this.showLinks();
   }
 
-  // Links follow the map when it rests: hundreds of elements for every frame would make it halt.
+  // Links are redrawn when the map has stopped moving: hundreds of elements in every frame would be slow.
   later() {
     clearTimeout(this.waiting);
     this.waiting = setTimeout(() => this.showLinks(), 60);
   }
 
-  // Only what a slider changes.
+  // Redraw only what changed, where that is enough.
   update(changed) {
     if (!this.map.picture || this.map.picture.layer !== this.app.layer) return false;
     if (changed.every((name) => name === "zoom" || name === "k")) return true;
     if (!changed.every((name) => ["threshold", "top", "q", "k"].includes(name))) return false;
-    fill(this.said, this.filters());
+    fill(this.filterText, this.filters());
     this.chosen();
     this.showLinks();
     return true;
@@ -230,7 +230,7 @@ class HeadView {
     const unit = (groups, token) => groups.findIndex(([first, last]) => first <= token && token < last);
     const [i, j] = [unit(picture.rows, state.q), unit(picture.cols, state.k)];
     const { layer } = picture;
-    // (of a pooled map the place of the token itself, at its beginning: its middle may lie in the next cell)
+    // (in a pooled map the beginning of the token: its middle may lie in the next cell)
     const place = (at, token, count, cells) => (layer.pooled ? ((token + 1e-4) * cells) / count : at + 0.5);
     this.map.cursor =
       i >= 0 && j >= 0
@@ -249,34 +249,34 @@ class HeadView {
     this.links.show(picture, { threshold: state.threshold, top: state.top, chosen, window: this.map.window });
   }
 
-  tell(found) {
+  showReadout(cell) {
     const { layer } = this.map.picture;
     const out = this.readout;
-    if (!found) {
+    if (!cell) {
       fill(out, "Point at a cell.");
       out.classList.add("note");
       for (const name of ["value", "step", "query", "key"]) delete out.dataset[name];
       return;
     }
     out.classList.remove("note");
-    const [q, k] = [spoken(layer.queries, found.query), spoken(layer.keys, found.key)];
+    const [q, k] = [spoken(layer.queries, cell.query), spoken(layer.keys, cell.key)];
     fill(
       out,
       element("b", {}, isolated(q)),
       " → ",
       element("b", {}, isolated(k)),
-      ` ${number(found.value)} `,
-      element("small", {}, `± ${number(found.step, 2)}${found.pooled ? ", pooled" : ""}`),
+      ` ${number(cell.value)} `,
+      element("small", {}, `± ${number(cell.step, 2)}${cell.pooled ? ", pooled" : ""}`),
     );
     Object.assign(out.dataset, {
-      value: found.value,
-      step: found.step,
-      query: found.query.join("-"),
-      key: found.key.join("-"),
+      value: cell.value,
+      step: cell.step,
+      query: cell.query.join("-"),
+      key: cell.key.join("-"),
     });
   }
 
-  // [query, key, weight] in words. Of a pooled map those links that were kept, else its cells.
+  // [query, key, weight] with labels: of a pooled map the links that were kept, else its cells.
   strongest(layer, head, picture) {
     const named = (text, i) => (text.tokens[i] === String(i) ? `${i}` : `${i} ${text.tokens[i]}`);
     if (layer.pooled && layer.links)
@@ -286,7 +286,7 @@ class HeadView {
     return picture.largest(12).map(([i, j, value]) => [picture.rows[i][2], picture.cols[j][2], value]);
   }
 
-  // What is known of the head in numbers; the strongest links as a table, for those who do not see the map.
+  // The measures of the head, and its strongest links as a table, also for screen readers.
   details(layer, head, picture) {
     const rows = Object.entries(layer.measures).map(([name, values]) => {
       const even = layer.baseline && layer.baseline[name];
@@ -348,7 +348,7 @@ class HeadView {
     );
   }
 
-  // The mass by relative position.
+  // The attention by relative position, as bars.
   profile(layer, head) {
     const { before, mass } = layer.offsets;
     const own = mass[head];

@@ -96,13 +96,13 @@ class ModelView {
     );
     const heads = this.chosen();
     const maps = run.layers.some((layer) => layer.map);
-    const said = maps
+    const hint = maps
       ? "A map: queries down, keys across. Choose one to look closer."
       : 'No maps were kept: watch(model, keep="qkv") keeps what they need. Roles and measures are here.';
     const status = element(
       "p",
       { class: "note", role: "status" },
-      `${heads.length} of ${run.heads().length} heads. ${said}`,
+      `${heads.length} of ${run.heads().length} heads. ${hint}`,
     );
     const legend = element(
       "ul",
@@ -119,13 +119,13 @@ class ModelView {
     );
   }
 
-  // By layer, by role, or by a measure that is there.
+  // What heads are sorted by: the layer, the role, or a measure that exists.
   sorting() {
     const { state, run } = this.app;
     return state.sort === "role" || run.measures.includes(state.sort) ? state.sort : "layer";
   }
 
-  // The heads that the filters let through, in order.
+  // The heads that pass the filters, in order.
   chosen() {
     const { state, run } = this.app;
     const bound = state.least === "" ? NaN : Number(state.least);
@@ -166,7 +166,7 @@ class ModelView {
     return this.grid(heads, Math.max(...this.app.run.layers.map((layer) => layer.heads)));
   }
 
-  // As many to a row as a layer has, if they can be seen at that size.
+  // As many maps in a row as a layer has heads, unless they would be too small.
   grid(heads, wide) {
     const node = element(
       "div",
@@ -182,7 +182,7 @@ class ModelView {
     const role = layer.role(head);
     const measure = [this.sorting(), state.by].find((name) => layer.measured(name, head) !== undefined);
     const value = measure ? number(layer.measured(measure, head), 3) : "";
-    const said = measure ? value : role ? role.role : "";
+    const caption = measure ? value : role ? role.role : "";
     const canvas = layer.map
       ? element("canvas", { class: "thumb", width: THUMB, height: THUMB, "aria-hidden": "true" })
       : null;
@@ -199,7 +199,7 @@ class ModelView {
       },
       canvas,
       element("span", { class: "what" }, badge(role && role.role), `${layer.index}.${head}`),
-      element("span", { class: "said" }, said),
+      element("span", { class: "caption" }, caption),
     );
     if (role) link.style.setProperty("--role", roleColour(role.role));
     Object.assign(link, { layer, head, canvas });
@@ -218,7 +218,7 @@ class ModelView {
     canvas.getContext("2d").drawImage(image, 0, 0);
   }
 
-  // Those that are out of sight, too.
+  // Also those that are out of sight.
   async complete() {
     const links = [...this.node.querySelectorAll("a.head")].filter((link) => link.canvas && !link.painted);
     await Promise.all(links.map((link) => this.paint(link)));

@@ -33,7 +33,7 @@ class TableView {
     const sign = state.tdown ? -1 : 1;
     const key = state.tsort;
     return kept.sort((a, b) => {
-      // What is not known comes last.
+      // Unknown values come last.
       if (a[key] === null || b[key] === null) return (a[key] === null) - (b[key] === null);
       return a[key] < b[key] ? -sign : a[key] > b[key] ? sign : a.layer - b.layer || a.head - b.head;
     });
@@ -117,7 +117,7 @@ class TableView {
       document.activeElement.id === "filter" &&
       this.node.contains(document.activeElement)
     ) {
-      this.table.tBodies[0].replaceWith(this.body); // (typing goes on)
+      this.table.tBodies[0].replaceWith(this.body); // (the filter keeps the focus)
       this.node.querySelector(".note").replaceWith(this.count);
       return;
     }

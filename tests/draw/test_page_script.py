@@ -1,0 +1,42 @@
+"""The sources of the page's script: what they must not contain, and roles as in figures."""
+
+from __future__ import annotations
+
+import re
+from importlib.resources import files
+
+from regard.draw.figure.legends import SIGNS
+from regard.draw.page import SCRIPTS
+from regard.heads import ROLES
+
+
+def test_the_page_and_figures_agree_on_roles() -> None:
+    script = (files("regard.draw.page") / "app" / "colour.js").read_text(encoding="utf-8")
+    table = script.split("const ROLES = {")[1].split("};")[0]
+    found = re.findall(r'"?([\w-]+)"?: \["(#\w+)", "(.)"\]', table)
+    assert {role: (sign, colour) for role, colour, sign in found} == SIGNS
+    assert set(SIGNS) == {rule.name for rule in ROLES}
+
+
+def test_the_program_makes_no_html_of_strings() -> None:
+    """Every text by textContent; no style attribute, which the policy forbids."""
+    app = files("regard.draw.page") / "app"
+    sources = {file.name: file.read_text(encoding="utf-8") for file in app.iterdir()}
+    assert sorted(sources) == sorted(f"{name}.js" for name in SCRIPTS)
+    banned = (
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|DOMParser"
+        r"|createContextualFragment|setAttribute\(\"style\"|\bstyle: [\"`]|localStorage|sessionStorage|indexedDB"
+        r"|XMLHttpRequest|WebSocket|sendBeacon"
+    )
+    for name, source in sources.items():
+        assert not re.findall(banned, source), name
+        assert ("fetch(" in source) == (name == "live.js"), name
+        assert "</script" not in source.lower(), name
+
+
+def test_no_literal_spans_lines() -> None:
+    """Lines are stripped when they are put into the page: that would change a template literal of several lines."""
+    for name in SCRIPTS:
+        source = (files("regard.draw.page") / "app" / f"{name}.js").read_text(encoding="utf-8")
+        assert [line for line in source.splitlines() if line.count("`") % 2 or line.endswith("\\")] == [], name
+        assert "/*" not in source, name

@@ -65,6 +65,12 @@ class Tile(NamedTuple):
         """(n, m)"""
         return self.rows.stop - self.rows.start, self.cols.stop - self.cols.start
 
+    @staticmethod
+    def at(q_positions: Tensor, k_positions: Tensor) -> Tile:
+        """The plane of queries at (B|1, n) and keys at (B|1, m)."""
+        n, m = q_positions.shape[1], k_positions.shape[1]
+        return Tile(n, slice(None), slice(0, n), slice(0, m), q_positions, k_positions)
+
 
 class Survey(NamedTuple):
     """What is known of each tile of a grid without looking inside: Kleene's three values as two booleans.

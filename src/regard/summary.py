@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Step", "table"]
+__all__ = ["Step", "in_columns", "table"]
 
 
 class Step(NamedTuple):
@@ -31,11 +31,21 @@ def table(steps: Iterable[Step]) -> str:
     cells: list[tuple[str, ...]] = [("step", "what", "shape", "parameters", "multiply-adds")]
     for step, what, shape, *counts in (*steps, total):
         cells.append((step, what, str(shape or ""), *("" if x is None else f"{x:,}" for x in counts)))
-    wide = [max(len(row[i]) for row in cells) for i in range(5)]
-    lines = [
-        "  ".join(
-            (*(cell.ljust(w) for cell, w in zip(row[:3], wide, strict=False)), *map(str.rjust, row[3:], wide[3:]))
+    return in_columns(cells, left=range(3))
+
+
+def in_columns(rows: Sequence[Sequence[str]], left: Collection[int]) -> str:
+    """Rows of cells as lines of text. Columns `left` are aligned to the left, the others to the right.
+
+    >>> print(in_columns([("head", "score"), ("0", "0.5")], left=[0]))
+    head  score
+    0       0.5
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = (
+            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
-        for row in cells
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -28,7 +28,7 @@ from regard.models import Decoder, Encoder, ModelConfig
 from regard.positions import Alibi, RelativeBias, Rotary
 
 B, N, M, W = 2, 5, 7, 13
-GROWS = "ignore:regard.prune. .* kv heads in the place of:UserWarning"
+GROWS = "ignore:regard.prune. .* kv heads instead of:UserWarning"
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -172,7 +172,7 @@ def test_kv_heads_go_with_the_last_that_needs_them() -> None:
 
 def test_kv_heads_that_grow_are_told_of() -> None:
     module = layer("grouped")
-    with pytest.warns(UserWarning, match=r"regard.prune: MultiHeadAttention: 5 kv heads in the place of 3, .* each"):
+    with pytest.warns(UserWarning, match=r"regard.prune: MultiHeadAttention: 5 kv heads instead of 3, .* each"):
         prune(module, [0])
     assert (module.num_heads, module.num_kv_heads) == (5, 5)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from regard.heads.analysis import treebank
-from regard.heads.analysis.syntax import Question, Tally, answered, interval, report, syntax, words_from_pieces
+from regard.heads.analysis.syntax import syntax
+from regard.heads.analysis.syntax.questions import Question, coreference_questions, dependency_questions
+from regard.heads.analysis.syntax.report import ROLES, interval, report
+from regard.heads.analysis.syntax.run import _attention_maps, _halves, _shuffled
+from regard.heads.analysis.syntax.scores import Tally, answered, word_weights
+from regard.heads.analysis.syntax.texts import TokenizedText, _encode, _words_of_tokens, passages, questions_of_others
+from regard.heads.analysis.token_classes import evaluating
 from regard.models import Encoder, ModelConfig
 
-room = sys.modules["regard.heads.analysis.syntax"]  # (`regard.heads.syntax` is the function)
+MAPS = "regard.heads.analysis.syntax.run._attention_maps"
+
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers, which cuts text, is not installed")
 
@@ -104,10 +110,10 @@ def sentences_of(folder: Path, count: int, seed: int = 0) -> list[treebank.Sente
 # Words from pieces
 
 
-def test_words_from_pieces_is_the_sum_over_keys_and_the_mean_over_queries() -> None:
+def test_word_weights_is_the_sum_over_keys_and_the_mean_over_queries() -> None:
     owners, n = [-1, 0, 0, 1, 3, 3, 3, -1, 4], 5  # word 2 has no piece
     pieces = torch.randn(2, 3, 9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).softmax(-1)
-    words = words_from_pieces(pieces, owners, n)
+    words = word_weights(pieces, owners, n)
     assert words.shape == (2, 3, n, n)
     for i in range(n):
         for j in range(n):
@@ -119,9 +125,9 @@ def test_words_from_pieces_is_the_sum_over_keys_and_the_mean_over_queries() -> N
 
 def test_pieces_belong_to_the_word_with_which_they_share_most() -> None:
     spans = [(0, 2), (2, 5), None, (6, 9)]
-    assert room._owners([(0, 0), (0, 3), (3, 5), (5, 7), (7, 9), (9, 9)], spans, 9) == [-1, 0, 1, 3, 3, -1]
-    assert room._owners([(0, 4)], [(0, 2), (2, 4)], 4) == [0]  # of equals the first
-    assert room._owners([(4, 5)], [(0, 4)], 5) == [-1]
+    assert _words_of_tokens([(0, 0), (0, 3), (3, 5), (5, 7), (7, 9), (9, 9)], spans, 9) == [-1, 0, 1, 3, 3, -1]
+    assert _words_of_tokens([(0, 4)], [(0, 2), (2, 4)], 4) == [0]  # of equals the first
+    assert _words_of_tokens([(4, 5)], [(0, 4)], 5) == [-1]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -132,7 +138,7 @@ def test_a_head_that_points_to_the_syntactic_head_is_always_right(tmp_path: Path
     tally = Tally()
     for sentence in sentences_of(tmp_path, 29):
         heads = [word.head for word in sentence.words]
-        tally.add(shared_weight(pointing(len(heads), heads.__getitem__))[None], room._dependencies(sentence))
+        tally.add(shared_weight(pointing(len(heads), heads.__getitem__))[None], dependency_questions(sentence))
     for relation in RELATIONS:
         assert tally.accuracies((relation, "to head")).tolist() == [1.0]
         assert tally.accuracies((relation, "to dependent")) < 0.5
@@ -146,7 +152,7 @@ def test_a_head_that_points_to_a_dependent_is_always_right_the_other_way(tmp_pat
         for relation in RELATIONS:  # a head for each relation, which points to the last dependent
             last = {word.head: i for i, word in enumerate(sentence.words) if word.relation == relation}
             maps.append(shared_weight(pointing(len(sentence.words), last.get)))
-        tally.add(torch.stack(maps), room._dependencies(sentence))
+        tally.add(torch.stack(maps), dependency_questions(sentence))
     for i, relation in enumerate(RELATIONS):
         assert tally.accuracies((relation, "to dependent"))[i] == 1.0
 
@@ -156,7 +162,7 @@ def test_a_head_that_points_to_an_offset_equals_the_baseline_exactly(tmp_path: P
     offsets = [-2, -1, 1, 2, 3]
     for sentence in sentences_of(tmp_path, 31):
         n = len(sentence.words)
-        tally.add(torch.stack([pointing(n, lambda i, o=o: i + o) for o in offsets]), room._dependencies(sentence))
+        tally.add(torch.stack([pointing(n, lambda i, o=o: i + o) for o in offsets]), dependency_questions(sentence))
     for key, asked in tally.asked.items():
         for head, offset in enumerate(offsets):
             assert int(tally.right[key][head]) == tally.offsets[key][offset]
@@ -205,7 +211,7 @@ def test_a_decoder_is_asked_what_lies_behind() -> None:
 
 def test_coreference_asks_for_an_antecedent_among_all_mentions_before() -> None:
     mentions = [("ann", 0), ("bob", 2), ("ann", 5), ("tea", 7), ("bob", 9), ("ann", 9)]
-    assert room._coreferences(mentions) == [
+    assert coreference_questions(mentions) == [
         Question("coreference", "to antecedent", 5, (0,), (0, 2)),
         Question("coreference", "to antecedent", 9, (0, 5), (0, 2, 5, 7)),
         Question("coreference", "to antecedent", 9, (2,), (0, 2, 5, 7)),
@@ -214,7 +220,7 @@ def test_coreference_asks_for_an_antecedent_among_all_mentions_before() -> None:
 
 def test_the_nearest_mention_is_the_baseline_of_coreference() -> None:
     tally = Tally()
-    questions = room._coreferences([("ann", 0), ("bob", 2), ("ann", 5), ("ann", 7)])
+    questions = coreference_questions([("ann", 0), ("bob", 2), ("ann", 5), ("ann", 7)])
     tally.add(pointing(11, lambda i: {5: 0, 7: 2}.get(i, 0))[None], questions)
     key = ("coreference", "to antecedent")
     assert tally.baseline(key, None) == 0.5  # 5: the nearest is 2, of bob; 7: it is 5
@@ -227,13 +233,7 @@ def test_passages_are_sentences_of_one_document_within_the_limit() -> None:
 
     given = [("a", 0, 5), ("b", 0, 5), ("c", 0, 3), ("d", 1, 4), ("e", 1, 13), ("f", 1, 2)]
     lengths = [(sentence(name, document), length) for name, document, length in given]
-    assert [[s.name for s in passage] for passage in room._passages(lengths, 11)] == [
-        ["a", "b"],
-        ["c"],
-        ["d"],
-        ["e"],
-        ["f"],
-    ]
+    assert [[s.name for s in passage] for passage in passages(lengths, 11)] == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_rows_as_plain_ones_and_as_a_table() -> None:
     chance = counted(BAD, 100, {})
     chance.asked.update({("amod", "to dependent"): 100})
     chance.right["amod", "to dependent"] = torch.tensor(BAD)
-    found = report(HEADS, (half, half), (chance, chance), counts={"sentences": 211, "words without a piece": 0})
+    found = report(HEADS, (half, half), (chance, chance), counts={"sentences": 211, "words without a token": 0})
     first, second = found.table()
     assert (first["relation"], first["layer"], first["head"], first["n"]) == ("amod", "one", 0, 100)
     assert second["gain"] == pytest.approx(0.39)
@@ -369,7 +369,7 @@ def test_rows_as_plain_ones_and_as_a_table() -> None:
 def test_shuffled_weights_are_the_same_numbers_in_another_order() -> None:
     model = new_model()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    copies = [dict(room._shuffled(model, seed).named_parameters()) for seed in (0, 0, 1)]
+    copies = [dict(_shuffled(model, seed).named_parameters()) for seed in (0, 0, 1)]
     for name, weight in model.named_parameters():
         assert torch.equal(weight, before[name])
         one, again, other = (copy[name] for copy in copies)
@@ -389,7 +389,7 @@ def test_tied_weights_stay_tied_when_shuffled() -> None:
             self.one = nn.Linear(5, 3, bias=False)
             self.other = self.one
 
-    made = room._shuffled(Tied(), 0)
+    made = _shuffled(Tied(), 0)
     assert isinstance(made, Tied)
     assert made.one.weight is made.other.weight
 
@@ -398,7 +398,7 @@ def test_parts_of_a_model_are_in_the_mode_they_were_in() -> None:
     model = new_model().train()
     model.blocks[0].eval()
     modes = [module.training for module in model.modules()]
-    with room.evaluating(model):
+    with evaluating(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == modes
 
@@ -431,7 +431,7 @@ class Pointers:
 def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Encoder, Path, Pointers]:
     path, model = treebank_of(tmp_path, 149), new_model().train()
     pointers = Pointers(model, treebank.read(path), model.tokenizer)
-    monkeypatch.setattr(room, "_maps", pointers)
+    monkeypatch.setattr(MAPS, pointers)
     return model, path, pointers
 
 
@@ -444,10 +444,10 @@ def test_the_head_that_points_to_syntactic_heads_is_found(known: tuple[Encoder, 
     for row in to_head:
         assert (row.layer, row.head, row.accuracy) == ("a", 0, 1.0)
         assert row.shuffled < 0.5
-        assert row.role == room.ROLES[row.relation]
+        assert row.role == ROLES[row.relation]
         assert found.accuracies[row.relation, "to head"][1] < 0.5
     assert {role.relation for role in found.roles()["a", 0] if role.direction == "to head"} == set(RELATIONS)
-    assert found.counts == {"sentences": 149, "sentences longer than the model reads": 0, "words without a piece": 0}
+    assert found.counts == {"sentences": 149, "sentences longer than the model reads": 0, "words without a token": 0}
     assert model.training
 
 
@@ -464,7 +464,7 @@ def test_the_halves_are_drawn_by_the_seed(known: tuple[Encoder, Path, Pointers])
     one, again, other = (syntax(model, path, progress=False, seed=seed) for seed in (0, 0, 1))
     assert one.table() == again.table()
     assert one.table() != other.table()
-    halves = room._halves(149, 0)
+    halves = _halves(149, 0)
     assert sorted((halves.count(0), halves.count(1))) == [74, 75]
 
 
@@ -481,7 +481,7 @@ def test_sentences_longer_than_the_model_reads_are_skipped_and_counted(
 ) -> None:
     path, model = treebank_of(tmp_path, 37), new_model(context=7)
     pointers = Pointers(model, treebank.read(path), model.tokenizer)
-    monkeypatch.setattr(room, "_maps", pointers)
+    monkeypatch.setattr(MAPS, pointers)
     found = syntax(model, path, progress=False)
     assert found.counts["sentences"] + found.counts["sentences longer than the model reads"] == 37
     assert max(shape[1] for shape in pointers.batches) == 7
@@ -492,9 +492,9 @@ def test_words_without_a_piece_are_skipped_and_counted(tmp_path: Path, monkeypat
     lines = rows(["cat", "saw", "dog"], [1, None, 1], ["nsubj", "root", "obj"]).split("\n")
     path.write_text("\n".join(["1-2\tcatsaw" + "\t_" * 8, *lines]))
     model.tokenizer.add_tokens(["catsaw"])  # type: ignore[union-attr] - one piece for two words: the first has it
-    monkeypatch.setattr(room, "_maps", lambda _, ids: [("a", torch.full((len(ids), 1, 4, 4), 0.25))])
+    monkeypatch.setattr(MAPS, lambda _, ids: [("a", torch.full((len(ids), 1, 4, 4), 0.25))])
     found = syntax(model, path, progress=False)
-    assert found.counts["words without a piece"] == 1
+    assert found.counts["words without a token"] == 1
     assert found.rows == ()
     assert found.left_out == {}  # the verb was in both relations
 
@@ -512,7 +512,7 @@ def test_tokenizers_that_pad_are_read_without_padding() -> None:
     padding = of_words()
     padding.enable_padding(length=13, pad_id=0, pad_token="[PAD]")
     pieces = [1, 4, 8, 2], [(0, 0), (0, 3), (4, 7), (0, 0)]
-    assert room._pieces(padding, "the cat") == room._pieces(of_words(), "the cat") == pieces
+    assert _encode(padding, "the cat") == _encode(of_words(), "the cat") == pieces
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -602,7 +602,7 @@ def test_the_first_token_is_no_candidate(tmp_path: Path) -> None:
 
 def test_the_first_word_after_a_special_token_is_a_candidate() -> None:
     questions = [Question("x", "to head", 1, (0,)), Question("x", "to antecedent", 2, (0,), (0, 1))]
-    special, plain = room._Text([1, 4, 5, 6], [-1, 0, 1, 2], 3, []), room._Text([4, 5, 6], [0, 1, 2], 3, [])
+    special, plain = TokenizedText([1, 4, 5, 6], [-1, 0, 1, 2], 3, []), TokenizedText([4, 5, 6], [0, 1, 2], 3, [])
     assert (special.sink, plain.sink) == (-1, 0)
     assert special.about(questions) == questions
     assert plain.about(questions) == []
@@ -613,7 +613,7 @@ def test_the_first_word_after_a_special_token_is_a_candidate() -> None:
 def test_trees_of_other_sentences_are_as_long() -> None:
     lengths = [3, 5, 3, 7, 5, 3]
     texts = [
-        room._Text(
+        TokenizedText(
             [1] * (n + 1),
             [-1, *range(n)],
             n,
@@ -621,7 +621,7 @@ def test_trees_of_other_sentences_are_as_long() -> None:
         )
         for i, n in enumerate(lengths)
     ]
-    others = room._exchanged(texts)
+    others = questions_of_others(texts)
     assert [[q.relation for q in some] for some in others] == [
         ["x", "5"],
         ["x", "4"],
@@ -645,7 +645,7 @@ def test_maps_are_those_of_transformers(family: str) -> None:
     ids = torch.randint(17, (2, 7))
     with torch.no_grad():
         right = model(ids, output_attentions=True).attentions
-    maps = list(room._maps(model, ids))
+    maps = list(_attention_maps(model, ids))
     assert len(maps) == len(right) == 2
     for (_, weights), expected in zip(maps, right, strict=True):
         torch.testing.assert_close(weights, expected)
@@ -677,7 +677,7 @@ def test_coreference_of_the_file_crosses_sentences(tmp_path: Path, monkeypatch: 
         one = torch.stack([to_cat if run is model else to_dog, to_dog])
         yield "a", shared_weight(one).repeat(len(ids), 1, 1, 1)
 
-    monkeypatch.setattr(room, "_maps", maps)
+    monkeypatch.setattr(MAPS, maps)
     found = syntax(model, path, progress=False)
     (row,) = [row for row in found.rows if row.relation == "coreference"]
     assert (row.direction, row.layer, row.head, row.n, row.offset) == ("to antecedent", "a", 0, 50, None)
@@ -690,7 +690,7 @@ def test_coreference_of_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path, model = tmp_path / "pairs.conllu", new_model()
     path.write_text(rows(["cat", "dog", "saw", "bird"], [2, 2, None, 2], ["nsubj", "list", "root", "obj"]) * 103)
     to_dog = shared_weight(pointing(6, lambda i: 2))
-    monkeypatch.setattr(room, "_maps", lambda _, ids: [("a", to_dog.repeat(len(ids), 1, 1, 1))])
+    monkeypatch.setattr(MAPS, lambda _, ids: [("a", to_dog.repeat(len(ids), 1, 1, 1))])
     for antecedent, accuracy, nearest in ((0, 0.0, 0.0), (1, 1.0, 1.0)):
         found = syntax(model, path, progress=False, pairs=[[(3, [antecedent], [0, 1])]] * 103)
         (row,) = [row for row in found.rows if row.relation == "coreference"]
@@ -741,8 +741,8 @@ def test_a_file_without_sentences(tmp_path: Path) -> None:
 
 
 def test_a_model_without_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "_maps", lambda model, ids: [])
-    with pytest.raises(ValueError, match="model: expected self-attention over the pieces of a text, received none"):
+    monkeypatch.setattr(MAPS, lambda model, ids: [])
+    with pytest.raises(ValueError, match="model: expected self-attention over the tokens of a text, received none"):
         syntax(new_model(), treebank_of(tmp_path, 1), progress=False)
 
 

@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -267,7 +268,38 @@ def test_a_forward_of_somebody_else_is_not_named() -> None:
         assert record["layer"].texts == 1
 
 
-def test_those_who_look_are_asked_by_a_copy_of_their_list() -> None:
+def test_observers_of_transformers_may_start_and_stop_in_many_threads(monkeypatch: Any) -> None:
+    """The interface is replaced by the first, and put back by the last one, whatever the order."""
+
+    class Slow(list[Any]):
+        def __len__(self) -> int:  # time for other threads between the question and what follows from it
+            length = super().__len__()
+            time.sleep(0.001)
+            return length
+
+    hf_models.model("llama")  # so that transformers is imported
+    interface = huggingface._interface()
+    original = interface.get_interface
+    monkeypatch.setattr(huggingface, "_ORIGINAL", Slow())
+    barrier = threading.Barrier(8)
+
+    def start_and_stop() -> None:
+        barrier.wait()
+        for _ in range(10):
+            observer: Any = object()
+            huggingface.start(observer)
+            assert interface.get_interface is not original
+            huggingface.stop(observer)
+
+    with ThreadPoolExecutor(8) as pool:
+        for future in [pool.submit(start_and_stop) for _ in range(8)]:
+            future.result()
+    assert interface.get_interface is original
+    assert huggingface.observers() == []
+    assert huggingface._ORIGINAL == []
+
+
+def test_observers_are_called_from_a_copy_of_their_list() -> None:
     """One ends while another is asked: nobody is left out."""
 
     class Ends:
@@ -287,8 +319,8 @@ def test_those_who_look_are_asked_by_a_copy_of_their_list() -> None:
     model, x = hf_models.model("llama"), noise(1, N, 42)
     turned = model.model.rotary_emb(x, torch.arange(N)[None])
     first, second = Ends(), Stays()
-    for looker in (first, second):
-        huggingface.start(looker)  # type: ignore[arg-type]
+    for observer in (first, second):
+        huggingface.start(observer)  # type: ignore[arg-type]
     try:
         with torch.no_grad():
             model.model.layers[0](x, position_embeddings=turned)

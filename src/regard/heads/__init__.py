@@ -8,8 +8,7 @@ from regard.heads.analysis.token_classes import token_kinds, watch_all
 from regard.heads.interventions.ablate import ablate
 from regard.heads.interventions.attribution import Attribution, attribution
 from regard.heads.interventions.importance import Importance, importance, leave_one_out
-from regard.heads.interventions.prune import prune
-from regard.heads.interventions.prune_io import load_pruned, save_pruned
+from regard.heads.interventions.prune import load_pruned, prune, save_pruned
 from regard.heads.record.record import LayerRecord, Record
 from regard.heads.record.table import Table
 from regard.heads.watch import watch

@@ -1,4 +1,4 @@
-"""A bar for long work: on a terminal, where rich is installed; silent elsewhere."""
+"""A progress bar on the terminal, drawn by rich where it is installed; silent elsewhere."""
 
 from __future__ import annotations
 
@@ -8,58 +8,54 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-__all__ = ["told", "track"]
+__all__ = ["progress_bar", "told", "track"]
 
 T = TypeVar("T")
 
-PATIENCE = 1.0  # seconds that go by before there is a bar
+DELAY = 1.0  # seconds before a bar is shown
 
 
 def track(things: Iterable[T], what: str, progress: bool = True) -> Iterator[T]:
-    """The things one after another; where that takes more than a second, with a bar that says `what` is being done.
+    """Iterate over things, with a progress bar labelled `what` if that takes more than a second.
 
     >>> list(track([1, 2], "counting"))
     [1, 2]
     """
-    bar, begun = None, time.monotonic()
-    wanted = progress and sys.stderr.isatty()
-    try:
+    total = len(things) if isinstance(things, Sized) else None
+    with progress_bar(what, total, progress) as update:
         for done, thing in enumerate(things):
-            if wanted and time.monotonic() - begun > PATIENCE:
-                wanted, bar = False, _bar(what, len(things) if isinstance(things, Sized) else None)
-            if bar is not None:
-                bar.update(bar.task_ids[0], completed=done)
+            update(done)
             yield thing
-    finally:
-        if bar is not None:
-            bar.stop()
 
 
 @contextmanager
-def told(what: str) -> Iterator[Callable[[float], None]]:
-    """Within it, a function that is told how far something is, from 0 to 1; after a second there is a bar for it.
+def progress_bar(what: str, total: int | None = 1, show: bool = True) -> Iterator[Callable[[float], None]]:
+    """A function to report how much of `total` is done; after a second there is a progress bar.
 
-    >>> with told("counting") as far:
-    ...     far(0.5)
+    >>> with progress_bar("counting") as update:
+    ...     update(0.5)
     """
-    bar, begun = None, time.monotonic()
-    wanted = sys.stderr.isatty()
+    bar: Any = None
+    pending, started = show and sys.stderr.isatty(), time.monotonic()
 
-    def far(share: float) -> None:
-        nonlocal bar, wanted
-        if wanted and time.monotonic() - begun > PATIENCE:
-            wanted, bar = False, _bar(what, 1)
+    def update(done: float) -> None:
+        nonlocal bar, pending
+        if pending and time.monotonic() - started > DELAY:
+            pending, bar = False, _started_bar(what, total)
         if bar is not None:
-            bar.update(bar.task_ids[0], completed=share)
+            bar.update(bar.task_ids[0], completed=done)
 
     try:
-        yield far
+        yield update
     finally:
         if bar is not None:
             bar.stop()
 
 
-def _bar(what: str, total: int | None) -> Any:
+told = progress_bar  # what cli.py calls it
+
+
+def _started_bar(what: str, total: int | None) -> Any:
     """A bar on the terminal, or None without rich."""
     try:
         from rich.console import Console

@@ -194,8 +194,8 @@ class watch(AttentionCapture):
         if call is None:
             piece.weights = None if attention.weights is None else attention.weights.clone()
             return
-        if attention.everything is not None:
-            call = attention.everything()
+        if attention.global_call is not None:
+            call = attention.global_call()
         # Copies: what a model has in memory it may write over, a cache most of all.
         if attention.cache is not None:  # its keys are turned anew for every piece
             piece.call = replace(call, q=call.q.clone(), k=call.k.clone(), v=call.v[:, :, :0], dropout=None)

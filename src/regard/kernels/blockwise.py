@@ -27,8 +27,9 @@ from regard.kernels import operators
 from regard.kernels.call import Call
 from regard.kernels.reference import weigh_visible
 from regard.kernels.tracing import traced
+from regard.masks import Tile
 from regard.measures import MeasureRun, Strip
-from regard.positions import Bias, DenseBias
+from regard.positions import Bias
 
 __all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not"]
 
@@ -161,22 +162,13 @@ class _Chunk:
 
     def bias(self, bias: Bias, strip: _Strip) -> Tensor:
         """A bias's block, broadcastable to (c, g * R, n, m)."""
-        if isinstance(bias, DenseBias):
-            parts = [bias.part(self.batch, strip.rows, cols) for cols in strip.runs]
-            block = parts[0] if len(parts) == 1 or bias.weight.shape[3] == 1 else torch.cat(parts, -1)
-        else:
-            q_positions, k_positions = self.positions(strip)
-            return self.own(bias).block(q_positions, k_positions).to(self.call.dtype)
-        return (block[:, self.heads] if block.shape[1] > 1 else block).to(self.call.dtype)
+        blocks = [bias.evaluate(self.tile(strip, cols), self.heads) for cols in strip.runs]
+        same = len(blocks) == 1 or (bias.is_dense and bias.weight.shape[3] == 1)
+        return (blocks[0] if same else torch.cat(blocks, -1)).to(self.call.dtype)
 
-    def own(self, bias: Bias) -> Bias:
-        """A bias of the chunk's heads alone (and of its batch items: a weight leads with a batch only under vmap)."""
-        return bias.with_weight(_rows_of(bias.weight, self.batch)[..., self.heads])
-
-    def positions(self, strip: _Strip) -> tuple[Tensor, Tensor]:
-        """Where the strip's queries (1|c, n) and its visible keys (1|c, m) stand."""
-        keys = [self.call.keys_positions(cols, self.batch) for cols in strip.runs]
-        return self.call.query_positions(strip.rows, self.batch), keys[0] if len(keys) == 1 else torch.cat(keys, -1)
+    def tile(self, strip: _Strip, cols: slice) -> Tile:
+        """The strip's rows against some keys."""
+        return self.call.tile(self.batch, strip.rows, cols)
 
     def kept(self, strip: _Strip) -> Tensor:
         """Dropout's 1 and 0: (c * g, R * n, m)."""
@@ -231,7 +223,7 @@ class _Chunk:
     def block(self, strip: _Strip, cols: slice) -> Tensor:
         """The mask's block of the strip's rows and some keys, of the chunk's heads."""
         assert self.call.mask is not None
-        visible = self.call.mask.block(self.call.tile(self.batch, strip.rows, cols))
+        visible = self.call.mask.block(self.tile(strip, cols))
         return visible[:, self.heads] if visible.shape[1] > 1 else visible
 
 
@@ -364,7 +356,7 @@ def _chunks(call: Call, height: int, width: int, *, together: bool = False) -> I
         g, rows = groups, min(rows, max(1, 4 * STRIP // (one * groups)))
     c = min(batch, max(1, STRIP // (one * g * min(rows, queries)))) if g == groups and rows >= queries else 1
     survey = _survey(call, rows, width or min(TILE, max(keys, 1)))
-    careful = call.mask is not None and not _finite(call.k, call.v)
+    careful = call.mask is not None and not call.keys_are_finite
     for b in range(0, batch, c):
         items = slice(b, min(b + c, batch))
         strips = [_strip(*row) for row in survey(items)]
@@ -449,16 +441,11 @@ def _add_product(into: Tensor, runs: list[slice], weights: Tensor, rows: Tensor,
 
 def _add_bias_gradient(chunk: _Chunk, strip: _Strip, bias: Bias, gradient: Tensor, into: Tensor) -> None:
     """Add the gradient (c, g * R, n, m) of a strip to that of a bias, summed over the axes on which it is broadcast."""
-    if not isinstance(bias, DenseBias):
-        into = _rows_of(into, chunk.batch)[..., chunk.heads]
-        chunk.own(bias).block_gradient(gradient, *chunk.positions(strip), into)
-        return
     at = 0
     for cols in strip.runs:
-        part = bias.part(chunk.batch, strip.rows, cols, of=into)
-        part = part[:, chunk.heads] if part.shape[1] > 1 else part
-        _sum_into(part, gradient[..., at : at + cols.stop - cols.start])
-        at += cols.stop - cols.start
+        size = cols.stop - cols.start
+        bias.add_gradient(gradient[..., at : at + size], chunk.tile(strip, cols), into, chunk.heads)
+        at += size
 
 
 def _sum_into(into: Tensor, x: Tensor) -> None:
@@ -473,11 +460,6 @@ def _rows_of(x: Tensor, batch: slice) -> Tensor:
 
 def _numbers(run: slice, like: Tensor) -> Tensor:
     return torch.arange(run.start, run.stop, device=like.device)
-
-
-def _finite(*tensors: Tensor) -> bool:
-    total = sum(x.sum(dtype=torch.float64 if x.dtype is torch.float64 else torch.float32) for x in tensors)
-    return bool(torch.isfinite(torch.as_tensor(total)))
 
 
 class _Loops:

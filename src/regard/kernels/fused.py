@@ -5,8 +5,6 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,9 +13,8 @@ from regard.kernels import blockwise
 from regard.kernels.call import Call
 from regard.kernels.operators import first_derivatives_only
 from regard.kernels.tracing import in_torch_func, traced
-from regard.masks import Causal, Mask, conjuncts
+from regard.masks import Causal, Mask
 from regard.measures import MeasureRun
-from regard.positions import DenseBias
 
 __all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not"]
 
@@ -54,7 +51,7 @@ def why_not(call: Call) -> str | None:
         return "under torch.func it falls back to the N x M matrix"
     if torch.is_grad_enabled() and any(b.weight.requires_grad for b in call.biases):
         return "it gives no gradient to a bias"
-    causal, rest = _split(call)
+    causal, rest = call.derive(_split)
     if (rest or call.biases) and torch.onnx.is_in_onnx_export():
         return "in ONNX a row that may see nothing would get the mean of the values"
     if (rest or call.biases) and not torch.compiler.is_exporting():
@@ -96,7 +93,7 @@ def _formula_is_faster(call: Call) -> bool:
 
 def output(call: Call) -> Tensor:
     """(B, H, N, E)"""
-    mask, causal = _operands(call)
+    mask, causal = call.derive(_operands)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     out = F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -115,7 +112,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp. torch gives the latter on CPU alone and without a gradient, so it is detached."""
     if call.q.device.type != "cpu":
         raise NotImplementedError("fused: torch returns the log-sum-exp on CPU only; remedy: kernel='blockwise'")
-    mask, causal = _operands(call)
+    mask, causal = call.derive(_operands)
     q, k, v = (x.detach() if x.stride(-1) == 1 else x.detach().contiguous() for x in (call.q, call.k, call.v))
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
@@ -140,23 +137,15 @@ def forward_measured(call: Call, survey: MeasureRun, *, output: bool = True) -> 
     return (out if output else None), lse
 
 
-def _contiguous(call: Call) -> bool:
-    return call.positions is None and call.key_positions is None
-
-
 def _split(call: Call) -> tuple[bool, tuple[Mask, ...]]:
     """Whether torch's `is_causal` says a part of the mask, and the parts that are left and hide something."""
-    _, _, n, m = call.shape
+    m = call.shape[3]
     causal, rest = False, []
-    if call.mask is None:
-        return causal, ()
-    for part in conjuncts(call.mask):
-        if type(part) is Causal and _contiguous(call) and call.q_start >= m - 1:
+    for part in call.parts:
+        if type(part) is Causal and call.contiguous and call.q_start >= m - 1:
             continue
-        if type(part) is Causal and _contiguous(call) and call.q_start == 0:
+        if type(part) is Causal and call.contiguous and call.q_start == 0:
             causal = True  # torch aligns the first query with the first key
-            continue
-        if _contiguous(call) and not torch.compiler.is_exporting() and part.sees_all(call.q_start, n, m):
             continue
         rest.append(part)
     return causal, tuple(rest)
@@ -164,7 +153,7 @@ def _split(call: Call) -> tuple[bool, tuple[Mask, ...]]:
 
 def _operands(call: Call) -> tuple[Tensor | None, bool]:
     """The dense mask, boolean or float, or None; and `is_causal`. Never both: torch's paths disagree on it."""
-    causal, rest = _split(call)
+    causal, rest = call.derive(_split)
     if not rest and not call.biases:
         return None, causal
     tile = call.whole()
@@ -173,8 +162,7 @@ def _operands(call: Call) -> tuple[Tensor | None, bool]:
         visible = part.block(tile) if visible is None else visible & part.block(tile)
     added = None
     for bias in call.biases:
-        block = bias.weight if isinstance(bias, DenseBias) else bias.block(tile.q_positions, tile.k_positions)
-        added = block if added is None else added + block
+        added = bias.evaluate(tile) if added is None else added + bias.evaluate(tile)
     if added is None:
         assert visible is not None
         return _full(visible, call), False
@@ -190,10 +178,10 @@ def _full(mask: Tensor, call: Call) -> Tensor:
 def _dense_size(call: Call, masked: object) -> int:
     """Elements of the dense mask that torch would be given (a tensor of the caller's own costs nothing more)."""
     batch, heads, n, m = call.shape
-    per_head = any(not isinstance(b, DenseBias) or b.weight.shape[1] > 1 for b in call.biases)
-    per_item = any(isinstance(b, DenseBias) and b.weight.shape[0] > 1 for b in call.biases)
+    per_head = any(bias.per_head for bias in call.biases)
+    per_item = any(bias.per_item for bias in call.biases)
     per_item = per_item or (call.mask is not None and bool(masked) and batch > 1)
-    if len(call.biases) == 1 and isinstance(call.biases[0], DenseBias) and not masked:
+    if len(call.biases) == 1 and call.biases[0].is_dense and not masked:
         return 0
     return (batch if per_item else 1) * (heads if per_head else 1) * n * m
 
@@ -213,20 +201,14 @@ def _may_leak(call: Call) -> bool:
     other devices the answer would have to be waited for."""
     if call.q.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return not _sums_are_finite(call.k, call.v)
+    return not call.keys_are_finite
 
 
 def _swallows(call: Call) -> bool:
     """torch takes a row whose scores are all NaN for one that may see nothing, so a query of NaN would get 0."""
     if call.q.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return not _sums_are_finite(call.q)
-
-
-def _sums_are_finite(*tensors: Tensor) -> bool:
-    """(torch adds up bfloat16 in float32 and rounds the sum alone, which has the same range. float16 has not.)"""
-    wide = {torch.float16: torch.float32}
-    return all(math.isfinite(x.detach().sum(dtype=wide.get(x.dtype)).item()) for x in tensors)
+    return not call.queries_are_finite
 
 
 def _runs_fused(call: Call) -> bool:
@@ -238,7 +220,7 @@ def _runs_fused(call: Call) -> bool:
         )
     if torch.compiler.is_compiling():
         return q.device.type == "cuda" and q.dtype is not torch.float64
-    mask, causal = _operands(call)
+    mask, causal = call.derive(_operands)
     k, v = call.k, call.v
     return (
         torch.ops.aten._fused_sdp_choice(

@@ -71,7 +71,7 @@ def why_not(call: Call) -> str | None:
         return f"there are more than {MOST} queries or keys, which it counts in 32 bits"
     if call.q.shape[3] > WIDEST or call.v.shape[3] > WIDEST:
         return f"heads are wider than {WIDEST}"
-    if (call.mask is not None or call.biases) and pairs_to_evaluate(call) > DENSE_LIMIT:
+    if (call.mask is not None or call.biases) and call.derive(pairs_to_evaluate) > DENSE_LIMIT:
         return "it would need the mask or the bias as a dense tensor, a large one"
     return None
 
@@ -152,7 +152,7 @@ def _is_known(one: Measure, call: Call, plane: Plane) -> bool:
         return False
     if isinstance(one, Heatmap) and (plane.padding is not None or plane.key_padding is not None):
         return False  # texts of several lengths have cells of several sizes
-    if type(one) in (Distance, Offset, Offsets) and not (call.positions is None and call.key_positions is None):
+    if type(one) in (Distance, Offset, Offsets) and not call.contiguous:
         return False
     return type(one) in _KNOWN
 
@@ -191,8 +191,8 @@ def _packed(call: Call, out: Tensor | None, lse: Tensor, places: dict[str, Any] 
     q, k, v = _in_rows(call.q), _in_rows(call.k), _in_rows(call.v)
     batch, heads, n, width = q.shape
     _, groups, m, value_width = v.shape
-    seen = _ALL if call.mask is None else lower_mask(call)
-    added = lower_biases(call) if call.biases else None
+    seen = _ALL if call.mask is None else call.derive(lower_mask)
+    added = call.derive(lower_biases) if call.biases else None
     sinks = None if call.sinks is None else call.sinks.detach().to(torch.float32)
     drop = call.dropout
     dense, documents = seen.dense, seen.documents

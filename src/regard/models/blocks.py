@@ -138,10 +138,9 @@ class Block(nn.Module):
         """(B, N, W) -> (B, N, W); the options are those of `MultiHeadAttention.forward`."""
         if self.order == "post":
             attended = self.attention_norm(x + self.attention(x, **attention_options))
-            return self.attention.like(self.mlp_norm(self.mlp(attended, add=attended)), x)
-        normed = self.attention.like(self.attention_norm(x), x)
-        attended = x + self.attention(normed, **attention_options)
-        return self.attention.like(self.mlp(self.mlp_norm(attended if self.order == "pre" else x), add=attended), x)
+            return self.mlp_norm(self.mlp(attended, add=attended))
+        attended = x + self.attention(self.attention_norm(x), **attention_options)
+        return self.mlp(self.mlp_norm(attended if self.order == "pre" else x), add=attended)
 
 
 def read_together(module: nn.Module) -> list[tuple[nn.Module, ...]]:

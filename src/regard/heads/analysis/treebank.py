@@ -1,16 +1,16 @@
-"""Sentences whose words are tied to each other: a treebank, as a CoNLL-U file holds it.
+"""Read CoNLL-U files: sentences whose words are linked to their head words, and mentions of entities.
 
-One line is one word, in ten columns divided by tabs; an empty line ends a sentence; what begins with # is said of the
-whole sentence (https://universaldependencies.org/format.html). Read here are:
+One line is one word, in ten columns divided by tabs; an empty line ends a sentence; lines that begin with # are
+comments on the sentence (https://universaldependencies.org/format.html). What is read:
 
-    1     words        form, part of speech, head and relation
-    3-4   a token      written as one and made of several words ("don't": do, n't)
-    5.1   an empty node: a word that was not written. It is in no sentence here, but a mention may hold it
-    # text, SpaceAfter=No           where in the text each word stands
-    # newdoc                        which sentences belong together
-    # global.Entity, Entity=(e1-person-2 ... e1)      which mentions speak of the same, as CorefUD writes it
+    1     words                     form, part of speech, head and relation
+    3-4   multiword tokens          written as one, made of several words ("don't": do, n't)
+    5.1   empty nodes               words that were not written: no part of the sentence, but a mention may hold them
+    # text, SpaceAfter=No           where in the text each word is
+    # newdoc                        where a document begins
+    # global.Entity, Entity=(e1-person-2 ... e1)      mentions and their entities, as CorefUD writes them
 
-Words are numbered from 0 here, from 1 in the file.
+Words are numbered from 0 here, from 1 in the file. Every error names the file and the line.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from regard.models.files import open_regular
 
 __all__ = ["Mention", "Sentence", "Word", "read", "sentences"]
 
-_COLUMNS = 10
+COLUMNS = 10
+DEEPEST = 256  # mentions around one word: each stores all its words
+ENTITY_FIELDS = ("eid", "etype", "head", "other")  # CorefUD's, if the file does not say
+
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 _RANGE = re.compile(r"([1-9][0-9]{0,8})-([1-9][0-9]{0,8})")
-_EMPTY = re.compile(r"[0-9]{1,9}\.[1-9][0-9]{0,8}")
-_DEEPEST = 256  # mentions around one word: each holds all its words
+_EMPTY_NODE = re.compile(r"[0-9]{1,9}\.[1-9][0-9]{0,8}")
 _BRACKET = re.compile(r"\((?P<opened>[^()]+)(?P<closed>\))?|(?P<closes>[^()]+)\)")
 _PART = re.compile(r"\[(\d+)/(\d+)\]")
-_ENTITY_FIELDS = ("eid", "etype", "head", "other")  # what CorefUD writes, where the file does not say
 
 
 class Word(NamedTuple):
-    """A word and what it depends on.
+    """A word and its head.
 
     Attributes:
         form: as it is written.
-        head: number of the word that it depends on; None for the root, and where the file does not say.
-        relation: its relation to that word, such as "nsubj".
+        head: index of its head word; None for the root, and if the file does not say.
+        relation: its relation to the head, such as "nsubj".
         upos: its part of speech, such as "NOUN".
-        span: where it stands in the text, `text[start:end]`. None for a word within a token that is not simply its
-            words in a row (French "du", of de and le).
+        span: where it is in the text, `text[start:end]`. None for a word of a multiword token that is not the
+            concatenation of its words (French "du", of de and le).
     """
 
     form: str
@@ -58,12 +59,12 @@ class Word(NamedTuple):
 
 
 class Mention(NamedTuple):
-    """Words that speak of an entity.
+    """Words that refer to an entity.
 
     Attributes:
-        entity: who; the same name within one document is the same entity.
-        words: their numbers. They may have a gap, and mentions may lie within each other or cross.
-        head: number of the word that leads them; None where that word was not written.
+        entity: its name; the same name within one document is the same entity.
+        words: their indices. They may have a gap; mentions may nest or cross.
+        head: index of the head word; None if that word was not written.
     """
 
     entity: str
@@ -73,13 +74,13 @@ class Mention(NamedTuple):
 
 @dataclass(frozen=True)
 class Sentence:
-    """Words in a row.
+    """A sentence.
 
     Attributes:
         words: see `Word`.
         text: as it was written.
-        mentions: of entities, in order of their first words. Empty where the file has none.
-        document: number of the document in the file that it belongs to.
+        mentions: of entities, in order of their first words. Empty if the file has none.
+        document: number of its document in the file.
         name: its `sent_id`, or "".
     """
 
@@ -104,7 +105,7 @@ def sentences(path: str | os.PathLike[str]) -> Iterator[Sentence]:
     r"""The sentences of a CoNLL-U file, one after another.
 
     Raises:
-        ValueError: where a line is malformed, with the path and the number of the line.
+        ValueError: if a line is malformed, with the path and the number of the line.
 
     >>> import pathlib, tempfile
     >>> folder = tempfile.TemporaryDirectory()
@@ -120,43 +121,25 @@ def sentences(path: str | os.PathLike[str]) -> Iterator[Sentence]:
     ('Birds sing!', 1, 'nsubj')
     >>> folder.cleanup()
     """
-    page = _Page(path)
-    started = _Lines()
-    with open_regular(path) as file:  # (bytes: a line that is no UTF-8 has a number too)
+    reader = _Reader(path)
+    with open_regular(path) as file:  # bytes, so that the error for a line that is no UTF-8 has its number
         for raw in file:
-            page.line += 1
+            reader.line += 1
             try:
-                line = raw.decode("utf-8-sig" if page.line == 1 else "utf-8").rstrip("\r\n")
+                line = raw.decode("utf-8-sig" if reader.line == 1 else "utf-8").rstrip("\r\n")
             except UnicodeDecodeError as error:
-                raise page.wrong("text in UTF-8", f"byte {error.object[error.start]:#04x}") from None
+                raise reader.error("text in UTF-8", f"byte {error.object[error.start]:#04x}") from None
             if line.startswith("#"):
-                started.comment(line, page)
+                reader.read_comment(line)
             elif line.strip():
-                started.row(line, page)
+                reader.read_row(line)
             else:
-                if started.rows:
-                    yield started.finish(page)
-                started = started.next()
-    if started.rows:
-        yield started.finish(page)
+                yield from reader.finish_sentence()
+    yield from reader.finish_sentence()
 
 
 # ----------------------------------------------------------------------------------------------------
 # From lines to a sentence
-
-
-@dataclass
-class _Page:
-    """Where we are: which line of which file, in which document, and what its entities' brackets say."""
-
-    path: str | os.PathLike[str]
-    line: int = 0
-    document: int = 0
-    entity_fields: tuple[str, ...] = _ENTITY_FIELDS
-
-    def wrong(self, expected: str, received: object, line: int | None = None) -> ValueError:
-        """The error for a line, by default the one being read."""
-        return bad_value(f"{os.fspath(self.path)}, line {line or self.line}", expected=expected, received=received)
 
 
 class _Row(NamedTuple):
@@ -172,113 +155,116 @@ class _Row(NamedTuple):
 
 
 class _Token(NamedTuple):
-    """What is written in one piece, and the words it is made of."""
+    """What is written as one, and the words it is made of."""
 
     form: str
     words: range
-    space: bool
+    space_after: bool
 
 
 @dataclass
-class _Lines:
-    """The lines of one sentence as they come."""
+class _Reader:
+    """The state of reading a file: the line, the document, and the lines of the current sentence."""
 
+    path: str | os.PathLike[str]
+    line: int = 0
+    document: int = 0
+    entity_fields: tuple[str, ...] = ENTITY_FIELDS
+    any_sentence: bool = False
     rows: list[_Row] = field(default_factory=list)
     tokens: list[_Token] = field(default_factory=list)
-    count: int = 0  # of words
+    words: int = 0
     text: str | None = None
     name: str = ""
-    seen_any: bool = False  # whether a sentence came before
 
-    def next(self) -> _Lines:
-        return _Lines(seen_any=self.seen_any or bool(self.rows))
+    def error(self, expected: str, received: object, line: int | None = None) -> ValueError:
+        """The error for a line, by default the current one."""
+        return bad_value(f"{os.fspath(self.path)}, line {line or self.line}", expected=expected, received=received)
 
-    def comment(self, line: str, page: _Page) -> None:
-        key, _, value = (part.strip() for part in line[1:].partition("="))
+    def read_comment(self, line: str) -> None:
+        key, _, value = (side.strip() for side in line[1:].partition("="))
         if key == "text":
             self.text = value
         elif key == "sent_id":
             self.name = value
         elif key == "global.Entity":
-            page.entity_fields = tuple(value.split("-"))
-        elif key.split(" ")[0] == "newdoc" and self.seen_any:
-            page.document += 1
+            self.entity_fields = tuple(value.split("-"))
+        elif key.split(" ")[0] == "newdoc" and self.any_sentence:
+            self.document += 1
 
-    def row(self, line: str, page: _Page) -> None:
+    def read_row(self, line: str) -> None:
         columns = line.split("\t")
-        if len(columns) != _COLUMNS:
-            raise page.wrong(f"{_COLUMNS} columns divided by tabs", len(columns))
-        number, form, _, upos, _, _, head, relation, _, misc = columns
-        about = dict(part.split("=", 1) for part in misc.split("|") if "=" in part)
-        space = about.get("SpaceAfter") != "No"
-        if several := _RANGE.fullmatch(number):
-            first, last = int(several[1]), int(several[2])
-            if first != self.count + 1 or last < first or self._inside_token():
-                raise page.wrong(f"a token that begins with word {self.count + 1}, after those before it", number)
-            self.tokens.append(_Token(form, range(first - 1, last), space))
-        elif _EMPTY.fullmatch(number):
-            self.rows.append(_Row(page.line, None, form, upos, head, relation, about))
+        if len(columns) != COLUMNS:
+            raise self.error(f"{COLUMNS} columns divided by tabs", len(columns))
+        number, form, _, upos, _, _, head, relation, _, misc_column = columns
+        misc = dict(item.split("=", 1) for item in misc_column.split("|") if "=" in item)
+        space_after = misc.get("SpaceAfter") != "No"
+        if token := _RANGE.fullmatch(number):
+            first, last = int(token[1]), int(token[2])
+            if first != self.words + 1 or last < first or self._inside_token():
+                raise self.error(f"a token that begins with word {self.words + 1}, after those before it", number)
+            self.tokens.append(_Token(form, range(first - 1, last), space_after))
+        elif _EMPTY_NODE.fullmatch(number):
+            self.rows.append(_Row(self.line, None, form, upos, head, relation, misc))
         elif _NUMBER.fullmatch(number):
-            if int(number) != self.count + 1:
-                raise page.wrong(f"word {self.count + 1}", number)
+            if int(number) != self.words + 1:
+                raise self.error(f"word {self.words + 1}", number)
             if not self._inside_token():
-                self.tokens.append(_Token(form, range(self.count, self.count + 1), space))
-            self.rows.append(_Row(page.line, self.count, form, upos, head, relation, about))
-            self.count += 1
+                self.tokens.append(_Token(form, range(self.words, self.words + 1), space_after))
+            self.rows.append(_Row(self.line, self.words, form, upos, head, relation, misc))
+            self.words += 1
         else:
-            raise page.wrong("the number of a word (3), a token (3-4) or an empty node (3.1)", short(number))
+            raise self.error("the number of a word (3), a token (3-4) or an empty node (3.1)", short(number))
 
     def _inside_token(self) -> bool:
-        """Whether the next word belongs to a token that was announced."""
-        return bool(self.tokens) and self.tokens[-1].words.stop > self.count
+        """Whether the next word belongs to the last multiword token."""
+        return bool(self.tokens) and self.tokens[-1].words.stop > self.words
 
-    def finish(self, page: _Page) -> Sentence:
-        """The sentence; raises where its lines do not fit each other."""
-        last = self.rows[-1].line
+    def finish_sentence(self) -> Iterator[Sentence]:
+        """The sentence of the lines so far, if there are any; raises if they do not fit together."""
+        if self.rows:
+            self.any_sentence = True
+            yield self._sentence()
+        self.rows, self.tokens, self.words, self.text, self.name = [], [], 0, None, ""
+
+    def _sentence(self) -> Sentence:
+        last_line = self.rows[-1].line
         if self._inside_token():
-            raise page.wrong(
-                f"words up to {self.tokens[-1].words.stop}, of token {self.tokens[-1].form!r}", f"{self.count}", last
-            )
-        if not self.count:
-            raise page.wrong("at least one word in a sentence", "none", last)
-        written = [row for row in self.rows if row.word is not None]
-        heads = [_head(row, self.count, page) for row in written]
-        _check_tree(heads, written, page)
-        text, spans = _placed(self.tokens, [row.form for row in written], self.text)
-        words = tuple(
-            Word(row.form, head, row.relation, row.upos, span)
-            for row, head, span in zip(written, heads, spans, strict=True)
-        )
-        return Sentence(words, text, _mentions(self.rows, heads, page), page.document, self.name)
+            token = self.tokens[-1]
+            raise self.error(f"words up to {token.words.stop}, of token {token.form!r}", f"{self.words}", last_line)
+        if not self.words:
+            raise self.error("at least one word in a sentence", "none", last_line)
+        rows = [row for row in self.rows if row.word is not None]
+        heads = [self._head(row) for row in rows]
+        self._check_tree(heads, rows)
+        text, spans = _text_and_spans(self.tokens, [row.form for row in rows], self.text)
+        triples = zip(rows, heads, spans, strict=True)
+        words = tuple(Word(row.form, head, row.relation, row.upos, span) for row, head, span in triples)
+        return Sentence(words, text, _Mentions(self, heads).read(), self.document, self.name)
 
+    def _head(self, row: _Row) -> int | None:
+        """Index of a word's head."""
+        if row.head in ("0", "_"):
+            return None
+        if not _NUMBER.fullmatch(row.head) or int(row.head) > self.words:
+            raise self.error(f"a head from 0 to {self.words}, the words of the sentence", short(row.head), row.line)
+        if int(row.head) - 1 == row.word:
+            raise self.error("a head other than the word itself", row.head, row.line)
+        return int(row.head) - 1
 
-def _head(row: _Row, count: int, page: _Page) -> int | None:
-    """Number of the word that a word depends on."""
-    if row.head in ("0", "_"):
-        return None
-    if not _NUMBER.fullmatch(row.head) or int(row.head) > count:
-        raise page.wrong(f"a head from 0 to {count}, the words of the sentence", short(row.head), row.line)
-    if int(row.head) - 1 == row.word:
-        raise page.wrong("a head other than the word itself", row.head, row.line)
-    return int(row.head) - 1
-
-
-def _check_tree(heads: list[int | None], rows: list[_Row], page: _Page) -> None:
-    """Raise where words depend on each other in a circle: from each one there is a way to a root."""
-    known = [False] * len(heads)
-    for start in range(len(heads)):
-        way, word = [], start
-        while not known[word]:
-            known[word] = True
-            way.append(word)
-            up = heads[word]
-            if up is None:
-                break
-            word = up
-        else:
-            if way and word in way:
-                circle = [str(one + 1) for one in way[way.index(word) :]]
-                raise page.wrong(
+    def _check_tree(self, heads: list[int | None], rows: list[_Row]) -> None:
+        """Raise if words depend on each other in a circle."""
+        visited = [False] * len(heads)
+        for start in range(len(heads)):
+            path: list[int] = []
+            word: int | None = start
+            while word is not None and not visited[word]:
+                visited[word] = True
+                path.append(word)
+                word = heads[word]
+            if word is not None and word in path:
+                circle = [str(member + 1) for member in path[path.index(word) :]]
+                raise self.error(
                     "a tree: no word that depends on itself through others",
                     f"words {short(circle)} in a circle",
                     rows[word].line,
@@ -286,21 +272,23 @@ def _check_tree(heads: list[int | None], rows: list[_Row], page: _Page) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------
-# Where in the text the words are
+# Where the words are in the text
 
 
-def _placed(tokens: list[_Token], forms: list[str], text: str | None) -> tuple[str, list[tuple[int, int] | None]]:
-    """The text and where each word is in it: the file's own text if its tokens are found there, else one of tokens."""
-    spans = None if text is None else _found(tokens, text)
+def _text_and_spans(
+    tokens: list[_Token], forms: list[str], text: str | None
+) -> tuple[str, list[tuple[int, int] | None]]:
+    """The text and the span of each word: the file's own text if its tokens are found in it, else the tokens joined."""
+    spans = None if text is None else _token_spans(tokens, text)
     if text is None or spans is None:
-        text = "".join(token.form + " " * token.space for token in tokens[:-1]) + tokens[-1].form
-        spans = _found(tokens, text)
+        text = "".join(token.form + " " * token.space_after for token in tokens[:-1]) + tokens[-1].form
+        spans = _token_spans(tokens, text)
         assert spans is not None
-    return text, [place for token, span in zip(tokens, spans, strict=True) for place in _divided(token, span, forms)]
+    return text, [place for token, span in zip(tokens, spans, strict=True) for place in _word_spans(token, span, forms)]
 
 
-def _found(tokens: list[_Token], text: str) -> list[tuple[int, int]] | None:
-    """Where each token is in a text that holds them and spaces; None if it holds anything else."""
+def _token_spans(tokens: list[_Token], text: str) -> list[tuple[int, int]] | None:
+    """The span of each token in a text of tokens and spaces; None if the text holds anything else."""
     spans, end = [], 0
     for token in tokens:
         start = text.find(token.form, end)
@@ -311,95 +299,98 @@ def _found(tokens: list[_Token], text: str) -> list[tuple[int, int]] | None:
     return None if text[end:].strip() else spans
 
 
-def _divided(token: _Token, span: tuple[int, int], forms: list[str]) -> Iterator[tuple[int, int] | None]:
-    """Where the words of a token are. None for each if it is not written as they are."""
-    parts = [forms[word] for word in token.words]
-    simple = len(parts) == 1 or "".join(parts) == token.form
-    end = span[0]
-    for part in parts:
-        start, end = end, (span[1] if len(parts) == 1 else end + len(part))
-        yield (start, end) if simple else None
+def _word_spans(token: _Token, span: tuple[int, int], forms: list[str]) -> Iterator[tuple[int, int] | None]:
+    """The spans of a token's words; None for each if the token is not their concatenation."""
+    of_token = [forms[word] for word in token.words]
+    if len(of_token) == 1:
+        yield span
+        return
+    concatenated, end = "".join(of_token) == token.form, span[0]
+    for form in of_token:
+        start, end = end, end + len(form)
+        yield (start, end) if concatenated else None
 
 
 # ----------------------------------------------------------------------------------------------------
-# Who is spoken of
+# Mentions of entities
 
 
 class _Opened(NamedTuple):
-    """A bracket that was opened: at which row, and what it says."""
+    """A bracket that was opened: the index and line of its row, and its fields."""
 
     row: int
     fields: list[str]
     line: int
 
 
-def _mentions(rows: list[_Row], heads: list[int | None], page: _Page) -> tuple[Mention, ...]:
-    """The mentions in the brackets of a sentence.
+class _Mentions:
+    """Reads the entity brackets of one sentence.
 
     Brackets of one entity close in the order last opened, first closed; those of different entities may cross. A
     mention in n parts has the brackets e1[1/n] to e1[n/n].
     """
-    names = page.entity_fields
-    which = next((names.index(name) for name in ("eid", "GRP") if name in names), 0)
-    leads = names.index("head") if "head" in names else None
-    opened: dict[tuple[str, str], list[_Opened]] = {}  # by entity and part
-    parts: dict[str, list[int]] = {}  # rows of the parts so far, by entity
-    found: list[tuple[int, Mention]] = []
-    depth = 0
-    for at, row in enumerate(rows):
-        brackets = row.misc.get("Entity", "")
-        if not any(mark in brackets for mark in "()"):
-            continue  # (a tag of another scheme)
-        for bracket in _brackets(brackets, row, page):
-            inside = bracket["opened"] or bracket["closes"]
-            part = _PART.search(inside)
-            fields = _PART.sub("", inside).split("-")
-            entity = fields[which] if which < len(fields) else fields[0]
-            key = entity, part[0] if part else ""
-            if bracket["opened"]:
-                opened.setdefault(key, []).append(_Opened(at, fields, row.line))
-                depth += 1
-                if depth > _DEEPEST:
-                    raise page.wrong(f"at most {_DEEPEST} mentions around one word", "more", row.line)
-            if not bracket["opened"] or bracket["closed"]:
-                if not opened.get(key):
-                    raise page.wrong(f"a bracket of {entity!r} opened before it is closed", repr(brackets), row.line)
-                start = opened[key].pop()
-                depth -= 1
-                held = list(range(start.row, at + 1))
-                if part:
-                    parts[entity] = held = [*parts.get(entity, []), *held]
-                    if part[1] != part[2]:
-                        continue  # more is to come
-                    del parts[entity]
-                said = start.fields[leads] if leads is not None and leads < len(start.fields) else ""
-                found.append((held[0], _mention(entity, held, said, rows, heads, page, start.line)))
-    for (entity, _), left in opened.items():
-        if left:
-            raise page.wrong(f"the bracket of {entity!r} closed in the same sentence", "none", left[-1].line)
-    if parts:
-        raise page.wrong(
-            "the other parts of a mention in the same sentence", f"some of {next(iter(parts))!r}", rows[-1].line
-        )
-    found.sort(key=lambda place: place[0])
-    return tuple(mention for _, mention in found)
 
+    def __init__(self, reader: _Reader, heads: list[int | None]) -> None:
+        self.rows, self.error, self.heads = reader.rows, reader.error, heads
+        names = reader.entity_fields
+        self.entity_field = next((names.index(name) for name in ("eid", "GRP") if name in names), 0)
+        self.head_field = names.index("head") if "head" in names else None
+        self.opened: dict[tuple[str, str], list[_Opened]] = {}  # by entity and part
+        self.depth = 0  # brackets that are open now
+        self.parts: dict[str, list[int]] = {}  # by entity: the rows of the parts so far
+        self.mentions: list[tuple[int, Mention]] = []  # with the index of their first row
 
-def _brackets(text: str, row: _Row, page: _Page) -> list[re.Match[str]]:
-    """`(e1-person(e2-place)` as its brackets, with nothing left between them."""
-    found = list(_BRACKET.finditer(text))
-    if "".join(bracket[0] for bracket in found) != text:
-        raise page.wrong("brackets of entities such as (e1-person ... e1)", repr(text), row.line)
-    return found
+    def read(self) -> tuple[Mention, ...]:
+        for at, row in enumerate(self.rows):
+            brackets = row.misc.get("Entity", "")
+            if any(mark in brackets for mark in "()"):  # else it is a tag of another scheme
+                self._read_brackets(at, row, brackets)
+        for (entity, _), left in self.opened.items():
+            if left:
+                raise self.error(f"the bracket of {entity!r} closed in the same sentence", "none", left[-1].line)
+        if self.parts:
+            some = f"some of {next(iter(self.parts))!r}"
+            raise self.error("the other parts of a mention in the same sentence", some, self.rows[-1].line)
+        self.mentions.sort(key=lambda mention: mention[0])
+        return tuple(mention for _, mention in self.mentions)
 
+    def _read_brackets(self, at: int, row: _Row, brackets: str) -> None:
+        """Read brackets such as `(e1-person(e2-place)` or `e1)e2)`."""
+        matches = list(_BRACKET.finditer(brackets))
+        if "".join(match[0] for match in matches) != brackets:
+            raise self.error("brackets of entities such as (e1-person ... e1)", repr(brackets), row.line)
+        for match in matches:
+            content = match["opened"] or match["closes"]
+            part = _PART.search(content)
+            fields = _PART.sub("", content).split("-")
+            entity = fields[self.entity_field] if self.entity_field < len(fields) else fields[0]
+            opened = self.opened.setdefault((entity, part[0] if part else ""), [])
+            if match["opened"]:
+                opened.append(_Opened(at, fields, row.line))
+                self.depth += 1
+                if self.depth > DEEPEST:
+                    raise self.error(f"at most {DEEPEST} mentions around one word", "more", row.line)
+            if match["closes"] or match["closed"]:
+                if not opened:
+                    raise self.error(f"a bracket of {entity!r} opened before it is closed", repr(brackets), row.line)
+                self.depth -= 1
+                self._close(entity, opened.pop(), at, part)
 
-def _mention(
-    entity: str, held: list[int], said: str, rows: list[_Row], heads: list[int | None], page: _Page, line: int
-) -> Mention:
-    """The mention of some rows. `said` is which of them leads, from 1 on; the tree decides where it is not a number."""
-    words = tuple(word for at in held if (word := rows[at].word) is not None)
-    if _NUMBER.fullmatch(said):
-        if int(said) > len(held):
-            raise page.wrong(f"a head from 1 to {len(held)}, the words of {entity!r}", said, line)
-        return Mention(entity, words, rows[held[int(said) - 1]].word)
-    return Mention(entity, words, next((word for word in words if heads[word] not in words), None))
+    def _close(self, entity: str, start: _Opened, at: int, part: re.Match[str] | None) -> None:
+        """A bracket closes at a row: the mention is complete, unless it has more parts."""
+        rows = list(range(start.row, at + 1))
+        if part:
+            self.parts[entity] = rows = [*self.parts.get(entity, []), *rows]
+            if part[1] != part[2]:
+                return
+            del self.parts[entity]
+        words = tuple(word for i in rows if (word := self.rows[i].word) is not None)
+        given = self.head_field is not None and self.head_field < len(start.fields)
+        number = start.fields[self.head_field] if given else ""  # type: ignore[index]
+        if not _NUMBER.fullmatch(number):  # the tree decides
+            head = next((word for word in words if self.heads[word] not in words), None)
+        elif int(number) <= len(rows):
+            head = self.rows[rows[int(number) - 1]].word
+        else:
+            raise self.error(f"a head from 1 to {len(rows)}, the words of {entity!r}", number, start.line)
+        self.mentions.append((rows[0], Mention(entity, words, head)))

@@ -19,10 +19,9 @@ import math
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import chain
 from types import TracebackType
 from typing import Any, Literal
@@ -32,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from regard.attention import Spread, attend, measure_call, prepare
+from regard.attention import attend, measure_call, prepare
 from regard.cache import RollingCache
 from regard.errors import bad_type, bad_value
 from regard.heads.capture import huggingface
@@ -51,8 +50,9 @@ from regard.heads.capture.observed import (
     whole_parameter,
     with_additive_masks,
 )
+from regard.heads.capture.registry import Handler, handler_of
 from regard.heads.capture.streams import Streams
-from regard.kernels import Call
+from regard.kernels import Call, observed_by
 from regard.layouts.torch_mha_call import Operands, functional_operands, is_causal_mask
 
 __all__ = ["AttentionCapture"]
@@ -157,6 +157,9 @@ class AttentionCapture:
 
     def _function(self, frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func not in _INTERESTING:
+            handler = handler_of(func)
+            if handler is not None:
+                return self._registered(frame, func, handler, *args, **kwargs)
             if isinstance(func, _OPERATORS) and operator_name(func) in _OPERATORS_SEEN:
                 return self._operator(frame, func, args, kwargs)
             out = func(*args, **kwargs)
@@ -257,52 +260,52 @@ class AttentionCapture:
         return (told, *rest) if self.changes else result
 
     def _attend(self, frame: Frame, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        out = attend(q, k, v, **options)
-        unasked = ("dropout", "generator", "kernel", "spread")
-        asked = {name: x for name, x in options.items() if name not in unasked}
-        if options.get("spread") is not None:
-            return self._spread(frame, options["spread"], out, q.detach(), k.detach(), v.detach(), asked)
-        with torch.no_grad():
-            call = prepare(q.detach(), k.detach(), v.detach(), **asked)
-        attention = self._describe(frame, call.shape, self.streams.of(q), call=call)
+        """`regard.attend`, whose call is handed over where it runs: see `_attended`."""
+        with observed_by(_AttendObserver(self, frame, self.streams.of(q))):
+            return attend(q, k, v, **options)
+
+    def _attended(self, frame: Frame, stream: Tensor | None, call: Call, out: Tensor) -> Tensor:
+        """The output of a call of `regard.attend`, seen and perhaps changed."""
+        attention = self._describe(frame, call.shape, stream, call=call)
         cache = frame.given("cache")
         if isinstance(cache, RollingCache):  # the first few tokens, then the last ones
             held, first = call.shape[3], cache.keep_first
             attention.cache = cache
-            attention.numbers = torch.arange(held, device=q.device)
+            attention.numbers = torch.arange(held, device=call.q.device)
             attention.numbers[first:] += cache.seen - held
         return self._told(frame, attention, out)
 
-    def _spread(
-        self, frame: Frame, spread: Spread, out: Tensor, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+    def _registered(
+        self, frame: Frame, func: Any, handler: Handler, q: Tensor, k: Tensor, v: Tensor, **options: Any
     ) -> Tensor:
         """Attention of which other processes have other heads or tokens: all look at the same time, each at all tokens
         of some heads."""
+        out = func(q, k, v, **options)
         if self.changes:
             raise bad_value(
                 "heads",
                 expected="a model on one process, where heads are changed",
-                received="one whose heads or tokens are spread over several",
+                received="one whose heads or tokens are sharded over several",
                 remedy="change them before regard.parallel, or prune",
             )
         with torch.no_grad():
-            call, together = spread.seen(q, k, v, **options)
-            here = self._describe(frame, (*q.shape[:3], k.shape[2]), self.streams.of(q), call=call)
-            attention = replace(here, together=together, everything=partial(spread.everything, q, k, v, **options))
+            part = handler(q.detach(), k.detach(), v.detach(), **options)
+            attention = self._describe(frame, (*q.shape[:3], k.shape[2]), self.streams.of(q), call=part.call)
+            attention.gather_heads, attention.global_call = part.gather_heads, part.global_call
             for name in ("ids", "input"):
-                part = getattr(attention, name)
-                setattr(attention, name, None if part is None else spread.whole_of(part, 1))
+                of_tokens = getattr(attention, name)
+                setattr(attention, name, None if of_tokens is None else part.gather_tokens(of_tokens, 1))
             self._find_projection(attention, frame, awaited=False)
             with torch._C.DisableTorchFunction():
                 if self.needs_output:
-                    attention.output = spread.outputs(out.detach())
+                    attention.output = part.gather_output(out.detach())
                 self.see(attention)
         return out
 
     def _multi_head(self, frame: Frame, args: Any, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         # The output projection is inside. Where heads are changed, here or by somebody further out whose changes are to
         # be seen, its work is done again with the heads' outputs between; and those further out see `attend` alone.
-        again = self.changes or (self.needs_output and any(one.changes for one in huggingface.lookers()))
+        again = self.changes or (self.needs_output and any(one.changes for one in huggingface.observers()))
         with torch._C.DisableTorchFunction() if again else nullcontext():
             out, weights = _multi_head_unwatched(frame, args, kwargs)
         with torch.no_grad():
@@ -384,7 +387,7 @@ class AttentionCapture:
         out, *rest = result  # out (B, N, H, E), or with its heads merged already
         output = (out if out.dim() == 4 else out.unflatten(-1, (query.shape[1], -1))).transpose(1, 2)
         # Whoever is further out may have changed what comes out: then there is nothing to compare with.
-        others = any(one.changes for one in huggingface.lookers() if one is not self)
+        others = any(one.changes for one in huggingface.observers() if one is not self)
         found: Call | Tensor | None = call
         if not (certain or others):
             with torch.no_grad(), torch._C.DisableTorchFunction():
@@ -824,6 +827,19 @@ def take_out(mode: TorchFunctionMode) -> None:
         above.append(top)
     for one in reversed(above):
         _push_mode(one)
+
+
+@dataclass
+class _AttendObserver:
+    """Told of one `regard.attend` by `kernels.run`."""
+
+    capture: AttentionCapture
+    frame: Frame
+    stream: Tensor | None  # the ids that the queries are made of, if these are known
+
+    def attention(self, call: Call, compute: Callable[[], Tensor]) -> Tensor:
+        out = compute()
+        return self.capture._attended(self.frame, self.stream, call.detached(), out)
 
 
 class _Elsewhere(TorchFunctionMode):

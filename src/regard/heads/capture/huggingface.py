@@ -1,9 +1,9 @@
-"""Sense of transformers' models: the functions that compute their attention, wrapped for as long as somebody looks.
+"""Where transformers is intercepted: its attention functions are wrapped while a `watch` or an `ablate` is active.
 
-Models of transformers ask an interface for the function that computes attention ("sdpa", "eager", ...) and hand it q,
-unexpanded k and v, mask, softcap, sinks. For the duration the interface answers with a wrapper, which asks those who
-look at the module, and passes everyone else's calls through. No configuration is touched, so a model computes what it
-would have computed, down to the bit.
+Models of transformers ask `AttentionInterface` for the function that computes attention ("sdpa", "eager", ...) and call
+it with q, unexpanded k and v, mask, softcap and sinks. Meanwhile the interface returns a wrapper, which calls the
+observers of the module; calls of other modules pass through. No configuration is changed, so a model computes what it
+would have computed, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,45 +17,47 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Implementation", "Looker", "lookers", "start", "stop", "uses_flex_attention"]
+__all__ = ["Implementation", "Observer", "observers", "start", "stop", "uses_flex_attention"]
 
 Function = Callable[..., tuple[Tensor, Any]]
 
 
 class Implementation(NamedTuple):
-    """How a model of transformers attends: the name under which it asked, and how its masks are to be read.
+    """An attention function of transformers: the name it was asked for by, and how its masks are to be read.
 
     - "eager", the module's own function: the mask is added to the scores, whatever its dtype.
-    - "sdpa": a plane that is boolean (True sees) or added; without one causal from the top left, by the module's word.
-    - "flash": which keys are no padding, (B, M); causal from the bottom right, windows and packed texts by arguments.
+    - "sdpa": (B, 1, N, M), boolean (True = may attend) or added; without a mask, causal from the top left if the module
+      says so.
+    - "flash": (B, M), True for keys that are no padding; causal from the bottom right; windows and packed texts by
+      arguments.
     - "flex": a `BlockMask`.
     - "unknown": no function for its masks is registered, so it is given none.
     """
 
     name: str
     masks: Literal["eager", "sdpa", "flash", "flex", "unknown"]
-    trusted: bool = False  # transformers' own function, which does as it says: no need to compare
+    trusted: bool = False  # transformers' own function: its result need not be compared with ours
 
 
-class Looker(Protocol):
-    """Somebody who looks at some modules."""
+class Observer(Protocol):
+    """A `watch` or an `ablate` of some modules."""
 
-    changes: bool
+    changes: bool  # whether it changes outputs
 
     def owns(self, module: nn.Module) -> bool: ...
 
     def through(self, compute: Function, how: Implementation, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Compute, and look; or change what comes out."""
+        """Call `compute`, and record the attention or change its output."""
         ...
 
 
-_LOCK = threading.Lock()  # of both lists and of the interface: others may begin and end in other threads
-_LOOKERS: list[Looker] = []  # the innermost last
+_LOCK = threading.Lock()  # guards both lists and the interface: observers may start and stop in several threads
+_OBSERVERS: list[Observer] = []  # the innermost last
 _ORIGINAL: list[Any] = []  # the interface's own `get_interface`, while it is replaced
 
 
-def start(looker: Looker) -> None:
-    """Begin to look. Where transformers is not in use nothing happens."""
+def start(observer: Observer) -> None:
+    """Add an observer; the first one replaces `get_interface`, if transformers was imported."""
     with _LOCK:
         interface = _interface()
         if interface is not None and not _ORIGINAL:
@@ -67,32 +69,33 @@ def start(looker: Looker) -> None:
                 return _wrapper(_implementation(attn_implementation, function, default), function)
 
             interface.get_interface = get_interface
-        _LOOKERS.append(looker)
+        _OBSERVERS.append(observer)
 
 
-def stop(looker: Looker) -> None:
-    """Look no more; the last one puts the interface back as it was."""
+def stop(observer: Observer) -> None:
+    """Remove an observer; the last one puts `get_interface` back."""
     with _LOCK:
-        _LOOKERS.remove(looker)
+        _OBSERVERS.remove(observer)
         interface = _interface()
-        if not _LOOKERS and _ORIGINAL and interface is not None:
+        if not _OBSERVERS and _ORIGINAL and interface is not None:
             interface.get_interface = _ORIGINAL.pop()
 
 
-def lookers() -> list[Looker]:
-    """All who look, the innermost last; as of now."""
+def observers() -> list[Observer]:
+    """A copy of the list of observers, the innermost last."""
     with _LOCK:
-        return list(_LOOKERS)
+        return list(_OBSERVERS)
 
 
 def _interface() -> Any:
-    """transformers' class, if it was imported: a model of it cannot be there otherwise."""
+    """`AttentionInterface` of transformers, if it was imported. (Versions before 5 have none that can be replaced:
+    their attention is seen as torch functions.)"""
     interface = getattr(sys.modules.get("transformers.modeling_utils"), "AttentionInterface", None)
-    return interface if hasattr(interface, "get_interface") else None  # (before version 5: the other senses see it)
+    return interface if hasattr(interface, "get_interface") else None
 
 
 def uses_flex_attention(model: nn.Module) -> bool:
-    """Whether a model of transformers, or a part of one, is told to attend by `flex_attention`, which is compiled."""
+    """Whether a model of transformers, or a part of one, is configured for `flex_attention`, which is compiled."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return any(getattr(config, "_attn_implementation", None) == "flex_attention" for config in configs)
 
@@ -106,7 +109,7 @@ def _implementation(name: str, function: Function, default: Function) -> Impleme
 
 
 def _masks_of(name: str) -> Any:
-    """How the masks of an implementation are to be read: by the function that is registered to make them."""
+    """How the masks of an implementation are to be read, by the function that is registered to build them."""
     utils = sys.modules.get("transformers.masking_utils")
     registered = getattr(getattr(utils, "AttentionMaskInterface", None), "_global_mapping", {})
     make = registered.get(name.removeprefix("paged|"))
@@ -122,8 +125,8 @@ def _masks_made_by(make: Callable[..., Any]) -> str:
     utils = sys.modules.get("transformers.masking_utils")
     for kind in ("flash", "sdpa", "eager", "flex"):
         if make in (getattr(utils, f"{kind}_mask", None), getattr(utils, f"{kind}_attention_mask", None)):
-            return "sdpa" if kind == "eager" else kind  # (both are planes, read by their dtype)
-    try:  # one of somebody's own: what does it make of a small text with padding?
+            return "sdpa" if kind == "eager" else kind  # both build (B, 1, N, M), read by dtype
+    try:  # a function that a user registered: try it on a small text with padding
         mask = make(batch_size=1, q_length=2, kv_length=2, attention_mask=torch.tensor([[False, True]]))
     except Exception:
         return "unknown"
@@ -133,16 +136,16 @@ def _masks_made_by(make: Callable[..., Any]) -> str:
 def _wrapper(how: Implementation, original: Function) -> Function:
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         compute = original
-        for looker in lookers():  # the innermost is asked first, and calls the others
-            if looker.owns(module):
-                compute = _around(looker, compute, how)
+        for observer in observers():  # the innermost is called first, and calls the others
+            if observer.owns(module):
+                compute = _around(observer, compute, how)
         return compute(module, *args, **kwargs)
 
     return attention
 
 
-def _around(looker: Looker, compute: Function, how: Implementation) -> Function:
+def _around(observer: Observer, compute: Function, how: Implementation) -> Function:
     def inner(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        return looker.through(compute, how, module, *args, **kwargs)
+        return observer.through(compute, how, module, *args, **kwargs)
 
     return inner

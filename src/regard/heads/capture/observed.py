@@ -13,8 +13,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from regard.attention import Gathered, prepare
+from regard.attention import prepare
+from regard.heads.capture.registry import GatherHeads
 from regard.kernels import Call, reference
+from regard.kernels.precision import fixed_precision
 from regard.masks import Causal, Keep, Mask
 
 __all__ = [
@@ -90,7 +92,7 @@ def _is_linear(entered: Tensor, result: Tensor, weight: Tensor, bias: Tensor | N
     if result.shape != (*entered.shape[:-1], weight.shape[0]) or not result.is_floating_point():
         return False
     wide = torch.promote_types(torch.promote_types(entered.dtype, weight.dtype), torch.float32)
-    with torch.autocast(entered.device.type, enabled=False):
+    with fixed_precision(entered):
         x, w = entered.to(wide), weight.to(wide)
         expected = x @ w.mT
         size = x.norm(dim=-1, keepdim=True) * w.norm(dim=1)  # no product is larger
@@ -121,9 +123,9 @@ class ObservedCall:
     values: Tensor | None = None  # (..., M, E) of attention by hand, where they are known, in its own order of axes
     cache: Any = None  # the object that holds its keys, where it is known
     numbers: Tensor | None = None  # (M,) which tokens its keys are, where it is known
-    # Where heads or tokens are spread over processes: the call is of this one's heads, what all find is put together
-    together: Gathered | None = None
-    everything: Callable[[], Call] | None = None  # all heads, for those who must have them
+    # Where other processes compute other heads: `call` has this process's, `gather_heads` gathers results per head
+    gather_heads: GatherHeads | None = None
+    global_call: Callable[[], Call] | None = None  # all tokens of all heads
 
     @property
     def device(self) -> torch.device:
@@ -142,7 +144,7 @@ class ObservedCall:
         """(B, H, N, M)"""
         if self.call is not None:
             batch, heads, n, m = self.call.shape
-            return batch, heads if self.together is None else self.together.heads, n, m
+            return batch, heads if self.gather_heads is None else self.gather_heads.heads, n, m
         assert self.weights is not None
         batch, heads, n, m = self.weights.shape
         return batch, heads, n, m
@@ -160,7 +162,7 @@ def evened(attention: ObservedCall) -> ObservedCall:
         mask = mask.part(call.whole(), slice(0, 1), 0)
     q, k = (x.new_zeros(x.shape[0], 1, x.shape[2], 1, dtype=call.dtype) for x in (call.q, call.k))
     even = replace(call, q=q, k=k, v=k, scale=1.0, softcap=None, biases=(), sinks=None, dropout=None, mask=mask)
-    return replace(attention, call=even, together=None, everything=None)
+    return replace(attention, call=even, gather_heads=None, global_call=None)
 
 
 def with_additive_mask(mask: Tensor) -> dict[str, Any]:
@@ -269,7 +271,7 @@ def error_of(call: Call, output: Tensor) -> float:
     first, the middle and the last ones. Rows that see nothing do not count."""
     n, m = call.shape[2:]
     worst = torch.zeros((), dtype=call.dtype, device=output.device)
-    with torch.autocast(call.q.device.type, enabled=False):
+    with fixed_precision(call.q):
         for first in sorted({0, max(0, n // 2 - 2), max(0, n - 4)}):
             rows = slice(first, min(first + 4, n))
             part = call.part(call.q[:, :, rows], call.k, call.v, slice(None), rows, slice(0, m))
@@ -305,7 +307,7 @@ def output_projection(
 
 
 def whole_parameter(parameter: Tensor) -> Tensor:
-    """A parameter without its gradient; one that is spread over processes, put together."""
+    """A parameter without its gradient; a DTensor in full."""
     return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()  # type: ignore[operator]
 
 

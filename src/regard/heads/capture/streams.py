@@ -1,87 +1,66 @@
-"""Which token ids a tensor was made of, where a model is handed several: those of a source and those of a target.
+"""Which token ids a tensor was computed from, for models that are called with several: ids of a source and a target.
 
-Ids are followed from the arguments of a call through whatever cuts or joins them to `F.embedding`, and what comes of it
-from function to function: the result belongs to the ids of the first argument that belongs to any.
+Ids are followed from the arguments of a call through slicing and concatenation to `F.embedding`, and the embeddings
+from function to function: a result belongs to the ids of the first argument that belongs to any.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard.heads.capture.tensor_notes import TensorNotes, tensors_in
+
 __all__ = ["Streams"]
 
 
 class Streams:
-    """Follows the ids of one model, in one thread, from the moment that a call is handed several."""
+    """Follows the token ids of one model in one thread, once a call is handed several."""
 
     def __init__(self) -> None:
         self.on = False
-        self._known: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}
+        self._ids_of: TensorNotes[Tensor | None] = TensorNotes()  # None for a tensor of ids itself
 
-    def begin(self, ids: Iterable[Tensor]) -> None:
-        """A call was handed several ids (B, N)."""
+    def begin(self, several_ids: Iterable[Tensor]) -> None:
+        """A call was handed several tensors of ids (B, N)."""
         self.on = True
-        for one in ids:
-            self._put(one, None)
+        for ids in several_ids:
+            self._ids_of.put(ids, None)
 
     def clear(self) -> None:
-        """Follow nothing any more."""
+        """Stop following."""
         self.on = False
-        self._known.clear()
+        self._ids_of.clear()
 
-    def of(self, *given: Any) -> Tensor | None:
-        """The ids (B, N) that the first of some tensors that is made of any is made of."""
-        for x in _tensors(given):
-            entry = self._known.get(id(x))
-            if entry is not None and entry[0]() is x and entry[1] is not None:
-                return entry[1]
+    def of(self, *values: Any) -> Tensor | None:
+        """The ids (B, N) of the first tensor that was computed from any."""
+        for x in tensors_in(values):
+            ids = self._ids_of.get(x)
+            if ids is not None:
+                return ids
         return None
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """One torch function."""
+        """Follow one torch function."""
         if func is F.embedding:
             ids = kwargs.get("input", args[0] if args else None)
-            if isinstance(ids, Tensor) and id(ids) in self._known:
-                self._put(out, ids.detach())
+            if isinstance(ids, Tensor) and ids in self._ids_of:
+                self._ids_of.put(out, ids.detach())
             return
-        if isinstance(out, Tensor) and not out.is_floating_point():  # cut, joined or moved, they are ids still
-            numbers = out.dtype in (torch.int64, torch.int32) and out.dim() == 2
-            if numbers and any(id(x) in self._known for x in _tensors(args)):
-                self._put(out, None)
+        if isinstance(out, Tensor) and not out.is_floating_point():  # sliced, joined or moved ids are still ids
+            integers = out.dtype in (torch.int64, torch.int32) and out.dim() == 2
+            if integers and any(x in self._ids_of for x in tensors_in(args)):
+                self._ids_of.put(out, None)
             return
         self.hand_on((args, *kwargs.values()), out)
 
-    def hand_on(self, given: Iterable[Any], out: Any) -> None:
-        """What came of some arguments belongs to the ids of the first of them; unless it is known better."""
-        results = [x for x in _tensors((out,)) if x.is_floating_point() and self.of(x) is None]
-        ids = self.of(*given) if results else None
+    def hand_on(self, inputs: Iterable[Any], out: Any) -> None:
+        """What was computed from some inputs belongs to the ids of the first of them, unless its ids are known."""
+        results = [x for x in tensors_in((out,)) if x.is_floating_point() and self.of(x) is None]
+        ids = self.of(*inputs) if results else None
         for x in results if ids is not None else ():
-            self._put(x, ids)
-
-    def _put(self, x: Any, ids: Tensor | None) -> None:
-        if isinstance(x, Tensor):
-            number, known = id(x), self._known
-            known[number] = weakref.ref(x, lambda gone: _forget(known, number, gone)), ids
-
-
-def _forget(known: dict[int, Any], number: int, gone: weakref.ref[Tensor]) -> None:
-    """A tensor is gone, and another may have its number by now."""
-    if number in known and known[number][0] is gone:
-        del known[number]
-
-
-def _tensors(given: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among arguments, and among those of lists, tuples and mappings."""
-    for x in given:
-        if isinstance(x, Tensor):
-            yield x
-        elif isinstance(x, (list, tuple)):
-            yield from _tensors(x)
-        elif isinstance(x, dict):
-            yield from _tensors(x.values())
+            self._ids_of.put(x, ids)

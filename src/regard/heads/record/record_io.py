@@ -194,7 +194,7 @@ def _tensors(layer: LayerRecord) -> dict[str, Tensor]:
         found["key_padding"] = layer.text.key_padding
     found |= {f"counted/{name}": counted for name, counted in layer.last_counted().items()}
     found |= {f"sum/{name}": total for name, total in layer.sums.items()}
-    found |= {f"count/{name}": torch.as_tensor(count) for name, count in layer.before.items()}
+    found |= {f"count/{name}": torch.as_tensor(count) for name, count in layer.counts_of_sums.items()}
     if layer.uniform is not None:
         found |= {f"uniform/{name}": tensor for name, tensor in _tensors(layer.uniform).items()}
     return found
@@ -252,7 +252,9 @@ def _layer(
             received=f"sums {short(sorted(sums))}, counts {short(sorted(counts))}",
         )
     layer.sums = {name: _sum(one, name, layer, values) for name, one in sums.items()}
-    layer.before = {name: _not_negative(one.read((heads,), _INTEGERS), one.name) for name, one in counts.items()}
+    layer.counts_of_sums = {
+        name: _not_negative(one.read((heads,), _INTEGERS), one.name) for name, one in counts.items()
+    }
     below = under("uniform/")
     if outer is None and "uniform" in said:
         if not isinstance(said["uniform"], dict):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from regard.errors import missing_extra, printable
 from regard.measures import Offsets
+from regard.summary import in_columns
 
 if TYPE_CHECKING:
     from regard.heads.record.record import LayerRecord, Record
@@ -89,14 +90,9 @@ class Table(list[dict[str, Any]], Shown):  # type: ignore[misc]
         if not self:
             return "(no rows)"
         names = list(dict.fromkeys(name for row in self for name in row))
+        left = [i for i, name in enumerate(names) if any(isinstance(row.get(name), str) for row in self)]
         cells = [list(map(printable, names)), *([_shown(row.get(name)) for name in names] for row in self)]
-        wide = [max(len(row[i]) for row in cells) for i in range(len(names))]
-        text = {i for i, name in enumerate(names) if any(isinstance(row.get(name), str) for row in self)}
-        lines = []
-        for row in cells:
-            aligned = [c.ljust(w) if i in text else c.rjust(w) for i, (c, w) in enumerate(zip(row, wide, strict=True))]
-            lines.append("  ".join(aligned).rstrip())
-        return "\n".join(lines)
+        return in_columns(cells, left)
 
 
 @dataclass(repr=False)

@@ -1,4 +1,4 @@
-"""A pruned model in a file: its weights, and what was removed."""
+"""Save and load a pruned model: its weights, and which heads were removed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from regard import models
 from regard.errors import bad_type, bad_value, missing_extra
 from regard.heads.interventions.ablate import Heads, by_layer, head_numbers
-from regard.heads.interventions.prune import prune
+from regard.heads.interventions.prune.edit import prune
 from regard.models.base import TextModel
 from regard.models.fields import LAYERS, WIDTH, integer, several, word
 from regard.models.files import damaged, open_safetensors, parse_json
@@ -19,14 +19,14 @@ __all__ = ["load_pruned", "save_pruned"]
 
 
 def save_pruned(model: TextModel, heads: Heads, path: str | PathLike[str]) -> None:
-    """Write a model of `models.load` that was pruned of `heads`: its weights, and what `load_pruned` needs to know."""
+    """Write a model of `models.load` from which `heads` were pruned: its weights, and what `load_pruned` needs."""
     try:
         from safetensors.torch import save_model
     except ImportError:
         raise missing_extra("safetensors", "models") from None
-    removed = [[layer, head_numbers(str(layer), several_)] for layer, several_ in by_layer(heads).items()]
-    said = {"model": model.name, "heads": removed}
-    save_model(model, str(path), metadata={"regard.pruned": json.dumps(said)})
+    removed = [[layer, head_numbers(str(layer), numbers)] for layer, numbers in by_layer(heads).items()]
+    metadata = json.dumps({"model": model.name, "heads": removed})
+    save_model(model, str(path), metadata={"regard.pruned": metadata})
 
 
 def load_pruned(path: str | PathLike[str], model: TextModel | str | PathLike[str] | None = None) -> TextModel:
@@ -34,12 +34,12 @@ def load_pruned(path: str | PathLike[str], model: TextModel | str | PathLike[str
 
     Args:
         path: the file.
-        model: the whole model that it was made of, or where it is, as `models.load` takes it. It is pruned in the same
-            way, and filled with the weights of the file. By default the embedded model that the file names; no other
-            name in it is opened.
+        model: the unpruned model, or where it is, as `models.load` takes it. It is pruned in the same way, and filled
+            with the weights of the file. By default the embedded model that the file names; no other name in the file
+            is opened.
 
     Raises:
-        ValueError: where the file is none, or does not fit the model.
+        ValueError: if `save_pruned` did not write the file, or it does not fit the model.
     """
     try:
         from safetensors.torch import load_model
@@ -47,10 +47,10 @@ def load_pruned(path: str | PathLike[str], model: TextModel | str | PathLike[str
         raise missing_extra("safetensors", "models") from None
     what = "a file that `save_pruned` wrote"
     with open_safetensors(path, what) as file:
-        said = (file.metadata() or {}).get("regard.pruned")
-    if said is None:
+        metadata = (file.metadata() or {}).get("regard.pruned")
+    if metadata is None:
         raise bad_value(str(path), expected=what, received="another safetensors file")
-    name, heads = _checked(parse_json(said, path, what), path)
+    name, heads = _checked(parse_json(metadata, path, what), path)
     if model is None:
         if name not in models.EMBEDDED:
             raise bad_value(
@@ -71,16 +71,16 @@ def load_pruned(path: str | PathLike[str], model: TextModel | str | PathLike[str
     return pruned
 
 
-def _checked(about: Any, path: str | PathLike[str]) -> tuple[str, dict[str | int, list[int]]]:
-    """The name of the model, and the heads that were removed by layer."""
+def _checked(metadata: Any, path: str | PathLike[str]) -> tuple[str, dict[str | int, list[int]]]:
+    """The name of the model, and the removed heads by layer."""
     try:
-        if not isinstance(about, dict):
-            raise bad_type("regard.pruned", expected="an object", received=short(about))
-        pairs = several("heads", about.get("heads"), lambda what, pair: several(what, pair, _as_it_is, count=2))
+        if not isinstance(metadata, dict):
+            raise bad_type("regard.pruned", expected="an object", received=short(metadata))
+        pairs = several("heads", metadata.get("heads"), lambda what, pair: several(what, pair, _as_it_is, count=2))
         heads = {_layer("heads", layer): [*several("heads", numbers, _head)] for layer, numbers in pairs}
         if len(heads) != len(pairs):
-            raise bad_value("heads", expected="each layer once", received=short(about["heads"]))
-        return word("model", about.get("model")), heads
+            raise bad_value("heads", expected="each layer once", received=short(metadata["heads"]))
+        return word("model", metadata.get("model")), heads
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
 

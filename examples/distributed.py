@@ -119,9 +119,7 @@ def train(steps: int, seed: int, spread: Spread | None) -> tuple[Decoder, list[f
 def texts(seed: int) -> Tensor:
     """Random tokens, repeated: (BATCH, TOKENS + 1)"""
     times = TOKENS // PERIOD + 1
-    return regard.heads.probes.repeated(VOCABULARY, length=PERIOD, times=times, batch=BATCH, seed=seed)[
-        :, : TOKENS + 1
-    ]
+    return regard.heads.probes.repeated(VOCABULARY, length=PERIOD, times=times, batch=BATCH, seed=seed)[:, : TOKENS + 1]
 
 
 def main() -> None:

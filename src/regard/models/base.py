@@ -160,7 +160,7 @@ class TextModel(nn.Module):
         return packed([*groups, *(module for module in self.modules() if module not in within)])
 
     def describe(self, tokens: int = 128) -> str:
-        """The main facts about the model, and the steps of its first layer with shapes for a text of `tokens` tokens."""
+        """The main facts about the model, and the steps of its first layer for a text of `tokens` tokens."""
         from regard.models.describe import describe  # (it imports this module)
 
         return describe(self, tokens)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from regard.errors import bad_type, bad_value
 from regard.models.fields import LAYERS, WIDTH, flag, integer, number, several, word
 from regard.positions import DynamicNTK, LinearScaling, Llama3, LongRoPE, YaRN
-from regard.positions.rotary import Scaling
+from regard.positions.scalings import Scaling
 
 __all__ = [
     "FIELD_KINDS",

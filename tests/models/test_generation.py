@@ -800,7 +800,7 @@ def test_rolling_reads_a_long_text_in_pieces_as_token_by_token(kind: str, keep_f
 
 @pytest.mark.parametrize("kind", ["learned", "window, learned"])
 def test_learned_positions_refuse_a_window(kind: str) -> None:
-    with pytest.raises(ValueError, match="window: expected None: this model learned a vector for each position"):
+    with pytest.raises(ValueError, match="window: expected None: this model has learned positions"):
         tiny(kind).new_cache(window=11)
 
 

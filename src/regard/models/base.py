@@ -1,4 +1,4 @@
-"""What encoders and decoders share: text to token ids and back, and a look at what was given.
+"""The base class of encoders and decoders: tokenizing, decoding, and checks of inputs.
 
 Letters: B texts, N tokens, V vocabulary.
 """
@@ -26,7 +26,7 @@ __all__ = ["Batch", "TextInput", "TextModel", "padded", "tokenizing"]
 
 @contextmanager
 def tokenizing(text: str) -> Iterator[None]:
-    """Within it, a tokenizer that panics (its regular expression gives up) raises a `ValueError` in words."""
+    """Turn a panic of the tokenizer (its regular expression gives up) into a `ValueError`."""
     try:
         yield
     except BaseException as error:
@@ -41,19 +41,19 @@ def tokenizing(text: str) -> Iterator[None]:
 
 
 class Batch(NamedTuple):
-    """Texts of different lengths in one tensor: `ids` (B, N), and `keep` (B, N), True where there is a token."""
+    """Texts of different lengths in one tensor: `ids` (B, N), and `keep` (B, N), True for tokens, False for padding."""
 
     ids: Tensor
     keep: Tensor
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each text, (B,)."""
+        """The number of tokens of each text, (B,)."""
         return self.keep.sum(1)
 
 
 def padded(rows: Sequence[Sequence[int]], value: int = 0, side: Literal["right", "left"] = "right") -> Batch:
-    """Lists of ids as one tensor, the shorter ones filled up with `value` on one side.
+    """Lists of ids as one tensor, the shorter ones padded with `value` on one side.
 
     >>> padded([[5, 6, 7], [8]], side="left").ids.tolist()
     [[5, 6, 7], [0, 0, 8]]
@@ -77,7 +77,7 @@ class TextInput:
     """The text of one call of a model."""
 
     ids: Tensor  # (B, N)
-    keep: Tensor | None  # (B, N), True where there is a token and not padding; with a cache (B, cached + N)
+    keep: Tensor | None  # (B, N), True for tokens, False for padding; with a cache (B, cached + N)
     length: int  # N
     single: bool  # whether the ids were given as (N,)
 
@@ -87,10 +87,9 @@ class TextModel(nn.Module):
 
     Attributes:
         config: its `ModelConfig`.
-        tokenizer: a `tokenizers.Tokenizer`, or None where the weights came without one.
-        name: what it was loaded as.
-        unused: names of tensors that lay beside the weights and that this model has no place for (a pooler, a
-            classifier).
+        tokenizer: a `tokenizers.Tokenizer`, or None if the weights came without one.
+        name: the name it was loaded by.
+        unused: names of stored tensors that are not part of this model (a pooler, a classifier).
     """
 
     blocks: nn.ModuleList
@@ -100,16 +99,18 @@ class TextModel(nn.Module):
         super().__init__()
         self.config, self.tokenizer, self.name = config, tokenizer, name
         self.unused: tuple[str, ...] = ()
-        self.first: Callable[[int], int] | None = None  # where several compute as one: the first one's number, on all
+        self.first: Callable[[int], int] | None = (
+            None  # of sharded models: broadcasts a number of the first process to all
+        )
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return next(self.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights are."""
+        """The dtype of the weights."""
         return next(self.parameters()).dtype
 
     def encode(self, text: str) -> Tensor:
@@ -117,7 +118,7 @@ class TextModel(nn.Module):
         return torch.tensor([self._tokenize(text).ids], dtype=torch.int64, device=self.device)
 
     def encode_batch(self, texts: Sequence[str], pad: Literal["right", "left"] = "right") -> Batch:
-        """The token ids of several texts, the shorter ones padded: `model(batch.ids, keep=batch.keep)`."""
+        """The token ids of several texts, padded to one length: `model(batch.ids, keep=batch.keep)`."""
         if isinstance(texts, str):
             raise bad_type("texts", expected="a list of texts", received="one text", remedy="encode(text)")
         batch = padded([self._tokenize(text).ids for text in texts], self.config.pad or 0, pad)
@@ -158,8 +159,8 @@ class TextModel(nn.Module):
         return packed([*groups, *(module for module in self.modules() if module not in within)])
 
     def describe(self, tokens: int = 128) -> str:
-        """The model in a few lines, then the walk through its first layer for a text of `tokens`, with real shapes."""
-        from regard.models.describe import describe  # a room of its own; it knows this class
+        """The main facts about the model, and the steps of its first layer for a text of `tokens` tokens."""
+        from regard.models.describe import describe  # (it imports this module)
 
         return describe(self, tokens)
 
@@ -180,7 +181,7 @@ class TextModel(nn.Module):
         return self.tokenizer
 
     def _read(self, ids: Tensor, keep: Tensor | None) -> TextInput:
-        """Checked ids and flags, with a batch axis."""
+        """The ids and flags, checked, with a batch axis."""
         self._check_ids(ids, keep)
         single = ids.dim() == 1
         if single:
@@ -192,7 +193,7 @@ class TextModel(nn.Module):
         return self.embedding(text.ids, positions, token_types)
 
     def _check_ids(self, ids: Tensor, keep: Tensor | None) -> None:
-        """Raise where ids are not (B, N) of the vocabulary, or `keep` not booleans of as many rows."""
+        """Raise if ids are not (N,) or (B, N) within the vocabulary, or `keep` is not boolean with as many rows."""
         if not isinstance(ids, Tensor):
             raise bad_type(
                 "ids",
@@ -225,5 +226,5 @@ class TextModel(nn.Module):
                 raise bad_value("keep", expected=f"one flag per token of ids {shape_of(ids)}", received=shape_of(keep))
 
     def extra_repr(self) -> str:
-        """What the tree of modules does not tell."""
+        """Name and sizes, for `repr`."""
         return f"{self.name or self.config.family}: {self.config.layers} layers x {self.config.num_heads} heads"

@@ -1,4 +1,4 @@
-"""A decoder: every token sees those before it, and says what may come next. GPT-2, GPT-NeoX, Llama and their kin.
+"""The decoder: causal attention and logits of the next token. GPT-2, GPT-NeoX, Llama and similar models.
 
 Letters: B batch, N new tokens, M tokens so far (cached and new), W model width, V vocabulary.
 """
@@ -48,7 +48,7 @@ class Decoder(TextModel):
         self.tie()
 
     def tie(self) -> None:
-        """Where the head's weight is the token embedding's, make it one tensor."""
+        """If the config says so, make the head's weight and the token embedding one tensor."""
         if self.config.tied:
             self.head.weight = self.embedding.tokens.weight
 
@@ -59,13 +59,13 @@ class Decoder(TextModel):
 
         Args:
             ids: (B, N), or (N,) for one text.
-            keep: (B, M), True where there is a token and not padding (left or right); with a cache M = cached + N.
-            cache: from `new_cache()`, updated in place; `ids` go on after what it holds. A call that fails or is
-                interrupted leaves it as it was, in all layers.
-            head: False gives what the head reads, (B, N, W), as `hidden` does.
+            keep: (B, M), True for tokens, False for padding (left or right); with a cache M = cached + N.
+            cache: from `new_cache()`, updated in place; `ids` continue what it holds. A call that fails or is
+                interrupted leaves it unchanged in all layers.
+            head: False returns the hidden states, (B, N, W), as `hidden` does.
 
         Returns:
-            (B, N, V); what stands at padding is without meaning.
+            (B, N, V); values at padding are meaningless.
         """
         self._check_cache(cache)
         with nullcontext() if cache is None else together(cache):
@@ -75,10 +75,10 @@ class Decoder(TextModel):
     def hidden(
         self, ids: Tensor, *, keep: Tensor | None = None, cache: Cache | None = None, states: list[Tensor] | None = None
     ) -> Tensor:
-        """What the head reads, (B, N, W): `model.head` makes the logits of it.
+        """Hidden states after the final norm, (B, N, W), from which `model.head` computes the logits.
 
-        `states`, if given, is filled with what goes into the first layer and what comes out of each, layers + 1 of
-        them; the last after the final norm.
+        `states`, if given, is filled with the input of the first layer and the output of each layer, layers + 1
+        tensors; the last one is after the final norm.
         """
         self._check_cache(cache)
         text = self._read(ids, keep)
@@ -98,20 +98,19 @@ class Decoder(TextModel):
         return x[0] if text.single else x
 
     def new_cache(self, window: int | None = None, *, keep_first: int = 4, capacity: int = 0) -> Cache:
-        """A cache for one text or batch, one part per layer.
+        """A new cache for one text or batch, a list with one cache per layer.
 
         Args:
-            window: how many tokens to remember besides the first `keep_first`: a `RollingCache`, with which a text may
-                go on without end. By default a `KVCache`, which remembers all.
-            capacity: tokens to make room for at once; a `KVCache` grows all the same.
+            window: how many tokens to keep besides the first `keep_first`, in a `RollingCache`, with which a text may
+                be endless. By default a `KVCache`, which keeps all.
+            capacity: tokens to allocate memory for; a `KVCache` grows beyond that.
         """
         if window is None:
             return [KVCache(capacity) for _ in self.blocks]
         if self.embedding.places is not None:
             raise bad_value(
                 "window",
-                expected="None: this model learned a vector for each position, and a text cannot "
-                "go on past the last of them",
+                expected="None: this model has learned positions, and a text cannot continue past the last one",
                 received=window,
             )
         return [RollingCache(window, keep_first) for _ in self.blocks]
@@ -128,21 +127,21 @@ class Decoder(TextModel):
         stop: str | Sequence[str] = (),
         cache: Cache | None = None,
     ) -> str | list[str]:
-        """What comes after a text; or after each of several, of any lengths, computed together.
+        """Continue a text, or several texts of any lengths in one batch.
 
         Args:
-            text: the beginning.
-            max_new_tokens: at most so many tokens more.
-            temperature: 0 takes the likeliest token each time; 1 draws as the model says; more, more freely.
-            top_k: draw among the k likeliest only.
-            top_p: draw among the likeliest that together have this probability only.
-            seed: for drawing the same again.
-            stop: end before any of these strings would be written (it also ends at the model's own end token).
-            cache: from `new_cache()`: the text goes on after what it holds, and it will hold the new text too. After an
-                interrupt it is as it was before the call.
+            text: the prompt, or a list of prompts.
+            max_new_tokens: the maximum number of new tokens.
+            temperature: 0 takes the most likely token; 1 samples from the model's distribution; higher is more random.
+            top_k: sample from the k most likely tokens only.
+            top_p: sample from the most likely tokens that together have this probability only.
+            seed: of the sampling.
+            stop: end before any of these strings (generation also ends at the model's end token).
+            cache: from `new_cache()`: the text continues what it holds, and the new text is added to it. After an
+                interrupt it is unchanged.
 
         Returns:
-            The new text alone.
+            The new text, without the prompt.
         """
         rules = generation.Rules(temperature, top_k, top_p, seed)
         if isinstance(text, str):
@@ -163,21 +162,21 @@ class Decoder(TextModel):
         stop: str | Sequence[str] = (),
         cache: Cache | None = None,
     ) -> Iterator[str]:
-        """As `generate` for one text, piece by piece as tokens come. With `max_new_tokens=None` it goes on until the
-        model ends the text itself; with a rolling cache that may be never. Left or interrupted, a cache that was given
-        holds all tokens so far (or nothing new, if the text itself was not read to its end)."""
+        """As `generate` for one text, as an iterator of pieces of text. With `max_new_tokens=None` it goes on until the
+        model ends the text, which may be never with a rolling cache. If it is closed or interrupted, a given cache
+        holds all tokens so far (or is unchanged, if the prompt was not read completely)."""
         rules = generation.Rules(temperature, top_k, top_p, seed)
         return generation.stream(self, text, max_new_tokens, rules, stop, cache)
 
     def _mask(self, layer: int, keep: Tensor | None) -> Mask:
-        """Who sees whom. Tokens are numbered by slot; padding is hidden, and where it is on the left, all that a row
-        sees is as far away as it would be without."""
+        """The mask of a layer: causal, within its window, without padding. Positions are slots, so padding on the left
+        does not change distances between tokens."""
         window = self.config.window_of(layer)
         mask = Causal() if window is None else Window(window)
         return mask if keep is None else mask & Padding(keep=keep)
 
     def _positions(self, new: int, keep: Tensor | None, held: Tensor | int) -> Tensor | int:
-        """For learned positions: which one each of the new tokens has, or the first of them."""
+        """The learned positions of the new tokens, (B, N), or that of the first one."""
         if self.embedding.places is None:
             return 0
         if keep is not None:
@@ -187,8 +186,8 @@ class Decoder(TextModel):
         return held[:, None] + torch.arange(new, device=held.device)
 
     def _slots(self, new: int, keep: Tensor | None, held: Tensor | int) -> Tensor | None:
-        """Where the new tokens stand, (B, N), where padding lies between them and the cached ones: a batch padded on
-        the right that goes on. None where they follow each other."""
+        """The positions of the new tokens, (B, N), if there is padding between them and the cached ones (a batch padded
+        on the right that is continued); None if they follow each other."""
         if keep is None or self.embedding.places is not None or isinstance(held, Tensor) or not held:
             return None
         slots = torch.arange(keep.shape[1], device=keep.device)
@@ -198,7 +197,7 @@ class Decoder(TextModel):
         return places.clamp_(min=0)[:, -new:]
 
     def _check_cache(self, cache: Cache | None) -> None:
-        """Raise where it is not one cache for each layer, all of them with the same tokens."""
+        """Raise if it is not one cache per layer, all with the same tokens."""
         if cache is None:
             return
         if not isinstance(cache, Sequence) or not all(isinstance(part, (KVCache, RollingCache)) for part in cache):
@@ -241,7 +240,7 @@ class Decoder(TextModel):
             )
 
     def _held(self, cache: Cache | None, keep: Tensor | None, new: int) -> Tensor | int:
-        """How many tokens the cache holds; (B,) where rows differ. Raises where `keep` does not count them all."""
+        """How many tokens the cache holds; (B,) if rows differ. Raises if `keep` does not cover all of them."""
         if cache is None:
             held = 0
         elif keep is not None and isinstance(cache[0], RollingCache):
@@ -264,7 +263,7 @@ class Decoder(TextModel):
 
 
 def _same_lengths(cache: Cache) -> bool:
-    """Whether the rows of a batch that are not of one length are of the same lengths in each layer."""
+    """Whether the rows have the same lengths in each layer."""
     lengths = [part.lengths for part in cache if isinstance(part, KVCache) and part.ragged]
     rows = [each for each in lengths if each is not None]
     return not rows or (len(rows) == len(cache) and all(torch.equal(rows[0], each) for each in rows))

@@ -1,4 +1,4 @@
-"""An encoder: every token sees every token. BERT and its kin.
+"""The encoder: bidirectional attention. BERT and similar models.
 
 Letters: B batch, N tokens, W model width.
 """
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Encoder"]
 
-# From this many batches on, copies of the weights in the order that oneDNN wants are worth making.
+# From this many batches on, packing the weights for oneDNN pays off.
 _WORTH_PACKING = 8
 
 
 class Encoder(TextModel):
-    """Token ids to a vector for each token that knows of all the others.
+    """Token ids to one contextual vector per token.
 
     >>> config = ModelConfig(layers=2, embed_dim=6, num_heads=3, vocabulary=11, inner=7, context=13, order="post")
     >>> Encoder(config)(torch.tensor([[1, 2, 3]])).shape
@@ -55,12 +55,12 @@ class Encoder(TextModel):
 
         Args:
             ids: (B, N), or (N,) for one text.
-            keep: (B, N), True where there is a token and not padding.
+            keep: (B, N), True for tokens, False for padding.
             token_types: (B, N), which of two texts a token belongs to; 0 by default.
-            states: if given, filled with what goes into the first layer and what comes out of each, layers + 1 of them.
+            states: if given, filled with the input of the first layer and the output of each layer, layers + 1 tensors.
 
         Returns:
-            (B, N, W); what stands at padding is without meaning.
+            (B, N, W); values at padding are meaningless.
         """
         text = self._read(ids, keep)
         if token_types is not None:
@@ -81,7 +81,7 @@ class Encoder(TextModel):
         return x[0] if text.single else x
 
     def _check_types(self, types: Tensor, ids: Tensor) -> None:
-        """Raise where token types are not integers for each token, of those that were learned."""
+        """Raise if token types are not one integer per token, each below the number of learned types."""
         if not isinstance(types, Tensor) or types.dtype not in (torch.int64, torch.int32):
             received = f"dtype {types.dtype}" if isinstance(types, Tensor) else type(types).__name__
             raise bad_type("token_types", expected="an integer tensor", received=received)
@@ -94,7 +94,7 @@ class Encoder(TextModel):
                 raise bad_value("token_types", expected=f"from 0 to {count - 1}", received=low if low < 0 else high)
 
     def _mask(self, layer: int, keep: Tensor | None) -> Mask | None:
-        """Who sees whom: all that is no padding, within the layer's window where it has one."""
+        """The mask of a layer: no padding, and within the layer's window if it has one."""
         window, padding = self.config.window_of(layer), None if keep is None else Padding(keep=keep)
         if window is None:
             return padding
@@ -109,12 +109,12 @@ class Encoder(TextModel):
         batch_size: int = 32,
         progress: Callable[[Iterable], Iterable] | None = None,
     ) -> Tensor:
-        """A vector for each text: the mean over its tokens (or its first one's, as the model was trained), of length 1.
+        """One vector per text: the mean over its tokens, or the first token's, as the model was trained; of length 1.
 
         Args:
-            texts: one, or several. What is longer than the model reads is cut.
-            batch_size: texts computed at once; those of like length are taken together.
-            progress: wraps the batches as they are worked through, such as `rich.progress.track`.
+            texts: one or several. Texts that are too long for the model are truncated.
+            batch_size: texts per batch; texts of similar length are batched together.
+            progress: wraps the iterable of batches, such as `rich.progress.track`.
 
         Returns:
             (B, W); (W,) for one text.
@@ -126,15 +126,15 @@ class Encoder(TextModel):
         if self.config.not_pooled:
             raise bad_value(
                 "embed",
-                expected="a model pooled by the mean or the first token",
+                expected="a model that pools by the mean or the first token",
                 received=self.config.not_pooled,
-                remedy="model(ids) has the states to pool",
+                remedy="pool the states of model(ids) yourself",
             )
         if batch_size < 1:
             raise bad_value("batch_size", expected="at least 1", received=batch_size)
         if not texts:
             return torch.empty(0, self.config.embed_dim, dtype=self.dtype, device=self.device)
-        rows = [self._cut(text) for text in texts]
+        rows = [self._truncated(text) for text in texts]
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
         batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
         out = torch.empty(len(rows), self.config.embed_dim, dtype=self.dtype, device=self.device)
@@ -153,13 +153,13 @@ class Encoder(TextModel):
             out[torch.tensor(chosen)] = pooled.to(out.dtype)
         return out
 
-    def _cut(self, text: str) -> list[int]:
-        """The ids of a text, at most as many as the model reads, special tokens kept."""
+    def _truncated(self, text: str) -> list[int]:
+        """The ids of a text, truncated to the length that the model reads, special tokens kept."""
         encoding = self._tokenize(text)
         limit = min((n for n in (self.config.embed_length, self.config.context) if n), default=None)
         if limit is None or len(encoding.ids) <= limit:
             return encoding.ids
         ids, special = encoding.ids, encoding.special_tokens_mask
         spare = len(ids) - limit
-        last = max(i for i, flag in enumerate(special) if not flag) + 1  # what is cut is the end of the text itself
+        last = max(i for i, flag in enumerate(special) if not flag) + 1  # (the end of the text itself is removed)
         return ids[: last - spare] + ids[last:]

@@ -18,16 +18,17 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from regard import kernels
+from regard.checks import FARTHEST, check_positions
 from regard.errors import bad_type, bad_value, refuse_trace, shape_of, unknown_argument
 from regard.kernels import Call, reference
 from regard.kernels.call import accumulation_dtype
 from regard.kernels.dropout import Dropout, new_seed
 from regard.kernels.precision import casts_to, fixed_precision
 from regard.kernels.run import run, run_measured, weights
-from regard.kernels.tracing import traced
-from regard.masks import FARTHEST, Mask, Padding, as_mask
+from regard.masks import Mask, Padding, as_mask
 from regard.measures import Measure, MeasureLike, Measurements, MeasureRun, Plane, as_measures
 from regard.positions import Alibi, Bias, RelativeBias, as_biases
+from regard.tracing import traced
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack  # (in `typing` from Python 3.11 on)
@@ -408,19 +409,10 @@ def _check_number(what: str, value: object) -> None:
 
 def _positions(what: str, positions: object, batch: int, length: int, device: torch.device) -> Tensor:
     """(1|B, length) integers, int64: differences of narrow or unsigned ones would wrap around."""
-    if not isinstance(positions, Tensor):
-        raise bad_type(what, expected="an integer tensor", received=type(positions).__name__)
-    if positions.is_floating_point() or positions.is_complex() or positions.dtype is torch.bool:
-        raise bad_type(what, expected="an integer tensor", received=f"dtype {positions.dtype}")
+    positions = check_positions(what, positions, batch, length)
     _check_device(what, positions, device)
     positions = positions.to(torch.int64)
-    if positions.dim() == 1:
-        positions = positions[None]
-    if positions.dim() != 2 or positions.shape[0] not in (1, batch) or positions.shape[1] != length:
-        raise bad_value(
-            what, expected=f"shape ({length},) or ({batch}, {length})", received=f"shape {shape_of(positions)}"
-        )
-    return positions
+    return positions[None] if positions.dim() == 1 else positions
 
 
 def _check_reach(what: str, positions: Tensor | int) -> None:

@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from regard.attention import BiasLike, attend, attention_weights
 from regard.cache import KVCache, RollingCache, Slots
 from regard.errors import bad_type, bad_value, no_torchscript, refuse_trace, shape_of, unknown_argument
-from regard.kernels.tracing import traced
 from regard.masks import Mask, as_mask
 from regard.onednn import project, project_each
 from regard.positions import Alibi, RelativeBias, Rotary, as_biases
 from regard.presets import Configuration, configuration
 from regard.summary import Step, table
+from regard.tracing import traced
 
 __all__ = ["AttentionBlock", "MultiHeadAttention"]
 

@@ -119,7 +119,7 @@ def of_one(mesh: DeviceMesh, balance: bool) -> dict[str, float]:
     """Ids (N,): a text that is in no batch."""
     sequence = parallel.SequenceSharding(mesh, balance=balance)
     right, model = new("decoder"), parallel.shard_sequence(new("decoder"), sequence)
-    out = sequence.gather(model(sequence.shard(ids()[0])))
+    out = sequence.gather(model(sequence.shard(ids()[0])), dim=0)
     return within(1e-12, apart({"output": out.detach()}, {"output": right(ids()[0]).detach()}))
 
 

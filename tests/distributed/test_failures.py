@@ -327,7 +327,7 @@ WORDS: dict[str, str | dict[str, str]] = {
         ONE: r"^ValueError: layer: heads: expected a multiple of the 3 ranks of 'ranks', received 7",
         OTHERS: TOLD.format("module") + r"ValueError: layer",
     },
-    "model: too long": r"^ValueError: ids: expected at most 7 tokens, for so many positions were learned, received 8",
+    "model: too long": r"^ValueError: ids: expected at most 7 tokens, the number of learned positions, received 8",
     "model: heads, one id": {
         ONE: r"^ValueError: ids: expected from 0 to 4, the vocabulary, received 9",
         OTHERS: TOLD.format("model") + r"ValueError: ids",

@@ -365,7 +365,7 @@ def test_many_texts() -> None:
     with torch.no_grad(), regard.watch(joint) as seen:
         joint(long)
         joint(short)
-    words = r"tokens: expected one text, for they are its own, received 2 texts; remedy: measures\.Tokens"
+    words = r"tokens: expected a record of one text, which they belong to, received 2 texts; remedy: measures\.Tokens"
     with pytest.raises(ValueError, match=words):
         seen.roles(tokens=TOKENS)
 
@@ -433,6 +433,6 @@ def test_records_that_do_not_tell() -> None:
     with pytest.raises(ValueError, match='tokens: expected a record that has measured "received", received entropy'):
         few.roles(tokens=TOKENS)
     for none in ([], ["received"]):
-        words = "roles: expected a record with the default measures, or others that tell of roles, received "
+        words = "roles: expected a record with the default measures, or others that roles are decided by, received "
         with pytest.raises(ValueError, match=words + (none[0] if none else "none")):
             seen_of(EVEN[None], measures=none).roles()

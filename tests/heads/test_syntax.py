@@ -19,7 +19,7 @@ from regard.heads.analysis.syntax.report import ROLES, interval, report
 from regard.heads.analysis.syntax.run import _attention_maps, _halves, _shuffled
 from regard.heads.analysis.syntax.scores import Tally, answered, word_weights
 from regard.heads.analysis.syntax.texts import TokenizedText, _encode, _words_of_tokens, passages, questions_of_others
-from regard.heads.analysis.token_classes import evaluating
+from regard.heads.watch_all import evaluating
 from regard.models import Encoder, ModelConfig
 
 MAPS = "regard.heads.analysis.syntax.run._attention_maps"

@@ -4,7 +4,7 @@ from regard.heads.analysis import probes
 from regard.heads.analysis.roles import ROLES, Role, Roles
 from regard.heads.analysis.syntax import Syntax, syntax
 from regard.heads.analysis.text_loss import effect, effects, loss_of
-from regard.heads.analysis.token_classes import token_kinds, watch_all
+from regard.heads.analysis.token_classes import token_kinds
 from regard.heads.interventions.ablate import ablate
 from regard.heads.interventions.attribution import Attribution, attribution
 from regard.heads.interventions.importance import Importance, importance, leave_one_out
@@ -12,6 +12,7 @@ from regard.heads.interventions.prune import load_pruned, prune, save_pruned
 from regard.heads.record.record import LayerRecord, Record
 from regard.heads.record.table import Table
 from regard.heads.watch import watch
+from regard.heads.watch_all import watch_all
 
 Layer = LayerRecord  # its name up to 0.1
 

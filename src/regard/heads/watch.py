@@ -1,4 +1,4 @@
-"""Watch a model: what every head attends to, while it runs, unmodified.
+"""`watch`: record what every head of an unmodified model attends to while it runs.
 
 Letters: B batch, H query heads, N queries, M keys.
 """
@@ -31,20 +31,20 @@ class watch(AttentionCapture):
 
     Args:
         model: any `nn.Module`: attention by torch's functions, `nn.MultiheadAttention`, regard, transformers, by hand.
-        measures: names or objects of `regard.measures`; by default those of `measure`, and where token ids are found
-            among the model's inputs, induction and duplicate. What cannot be measured in a layer is left out there.
+        measures: names or objects of `regard.measures`; by default those of `measure`, and if token ids are found among
+            the model's inputs, induction and duplicate. What cannot be measured in a layer is left out there.
         layers: names of the layers to watch, or a function of the name; all by default. "encoder.layer.1" stands for
             all that is below it.
-        keep: "qk" keeps queries and keys, so that `seen[layer].weights(...)` gives any part of the weights later,
-            exactly; "qkv" also values and what comes of them, `seen[layer].output`, which `ablate` can put in, and
-            `seen[layer].projected()`, what each head adds to the layer's output. O(N) memory.
+        keep: "qk" keeps queries and keys, so that `seen[layer].weights(...)` computes any part of the weights later,
+            exactly; "qkv" also keeps values and the heads' outputs, `seen[layer].output`, which `ablate` can patch in,
+            and for `seen[layer].projected()`, what each head adds to the layer's output. O(N) memory.
 
-    Gives a `Record`. Outputs and gradients are those of the model unwatched, to rounding, and random numbers are the
-    same. `nn.MultiheadAttention` goes its fast path where it would unwatched: queries that may see nothing are NaN
-    there, and 0 before the output projection elsewhere. The fast path of `nn.TransformerEncoder` alone is off, for
-    nothing can be seen in it: outputs at padding differ, and of queries that may see nothing. Everything is put back
-    when the block ends, whatever happened in it. A watch that saw nothing raises, and says why. A layer that computed
-    attention which could not be read is named in `seen.unseen`, with the reason.
+    Returns a `Record`. Outputs and gradients are those of the model unwatched, to rounding, and random numbers are the
+    same. `nn.MultiheadAttention` takes its fast path if it would unwatched: queries that may see nothing are NaN there,
+    and 0 before the output projection elsewhere. Only the fast path of `nn.TransformerEncoder` is off, for nothing can
+    be seen in it: outputs differ at padding, and for queries that may see nothing. Everything is restored when the
+    block ends, also after an error. A watch that saw nothing raises, and says why. A layer whose attention could not be
+    read is named in `seen.unseen`, with the reason.
 
     >>> import regard
     >>> layer = regard.MultiHeadAttention(16, num_heads=2)
@@ -67,20 +67,20 @@ class watch(AttentionCapture):
         if keep not in (None, "qk", "qkv"):
             raise bad_value("keep", expected='None, "qk" or "qkv"', received=repr(keep))
         self.measures = as_measures([*DEFAULT, "induction", "duplicate"] if measures is None else measures)
-        # A baseline is of one head, of no values, and not a picture.
-        plain = [one for one in self.measures if not (one.needs_out_weight or one.needs_all_heads)]
-        self.baselines = [one for one in plain if not {"map", "choice"} >= set(one.gives.values())]
-        self.known: dict[Any, Any] = {}
-        self.saved: dict[str, Any] = {}
-        self.saved_of = -1
+        # The uniform baseline is one head without values; maps and choices of it mean nothing.
+        of_weights = [measure for measure in self.measures if not (measure.needs_out_weight or measure.needs_all_heads)]
+        self.baselines = [measure for measure in of_weights if not {"map", "choice"} >= set(measure.gives.values())]
+        self.baseline_cache: dict[Any, Any] = {}
+        self.saved: dict[str, Any] = {}  # snapshots of layers before the outermost call `saved_in`
+        self.saved_in = -1
         self.needs_output = keep == "qkv"
-        self.needs_projection = self.needs_output or any(one.needs_out_weight for one in self.measures)
+        self.needs_projection = self.needs_output or any(measure.needs_out_weight for measure in self.measures)
         self.keep, self.layers = keep, layers
-        self.chosen = _chooser(layers)
+        self.is_wanted = _filter(layers)
         self.record = Record()
-        self.record.unseen = self.unseen  # one and the same
-        self.refused: set[str] = set()  # layers that were seen and not wanted
-        self.places = SequenceTracker()
+        self.record.unseen = self.unseen  # the same dict
+        self.unwanted: set[str] = set()  # layers that ran and were not asked for
+        self.tracker = SequenceTracker()
         self.inside = False
 
     def __enter__(self) -> Record:
@@ -103,12 +103,12 @@ class watch(AttentionCapture):
             raise self._saw_nothing()
 
     def see(self, attention: ObservedCall) -> None:
-        """Measure one attention, as the next piece of a text or as a new one."""
+        """Measure one attention call, as the next chunk of a sequence or as a new sequence."""
         attention = trimmed(attention)
         attention.padding = padding(attention)
-        name, goes_on, again, total = self.places.place(attention)
-        if not (self.chosen(attention.layer) or self.chosen(name)):
-            self.refused.add(name)
+        name, goes_on, again, total = self.tracker.place(attention)
+        if not (self.is_wanted(attention.layer) or self.is_wanted(name)):
+            self.unwanted.add(name)
             return
         layer = self.record.by_name.get(name)
         self._save(name, layer)
@@ -120,23 +120,23 @@ class watch(AttentionCapture):
             text = SequenceRecord(attention.shape[:2])
             text.ids = ids if attention.kind == "self" and n == m else None
         elif attention.kind == "self" and text.ids is not None:
-            known = ids is not None and ids.shape[0] == text.ids.shape[0]
-            text.ids = torch.cat([text.ids, ids], 1) if known else None  # type: ignore[list-item]
+            fits = ids is not None and ids.shape[0] == text.ids.shape[0]
+            text.ids = torch.cat([text.ids, ids], 1) if fits else None  # type: ignore[list-item]
         text.total = total
         numbers = attention.numbers
         if numbers is None:
             numbers = torch.arange(total - m, total, device=attention.device)
         text.place_padding(attention, attention.padding)
-        found = measured(attention, self.measures, text, numbers)
-        piece = Chunk(n, runs(numbers), found, attention.padding, projection=attention.projection)
-        self._remember(text, piece, attention, goes_on)
+        measurements = measured(attention, self.measures, text, numbers)
+        piece = Chunk(n, runs(numbers), measurements, attention.padding, projection=attention.projection)
+        self._keep(text, piece, attention, goes_on)
         if layer.uniform is None:
             layer.uniform = LayerRecord(name, attention.kind, self.baselines)
         self._baseline(layer.uniform, attention, text, numbers, goes_on, again)
         _add(layer, text, piece, goes_on, again)
 
     def not_seen(self, name: str, reason: str) -> None:
-        if self.chosen(name):
+        if self.is_wanted(name):
             super().not_seen(name, reason)
 
     def _baseline(
@@ -148,44 +148,44 @@ class watch(AttentionCapture):
         goes_on: bool,
         again: bool,
     ) -> None:
-        """What equal weights on all visible keys would give. Layers that have a mask in common share it."""
+        """Measure uniform weights on all visible keys. Layers with the same mask share the result."""
         ids = None if attention.ids is None else attention.ids.data_ptr()
-        mask = None if attention.call is None else _known_by(attention.call.mask)
+        mask = None if attention.call is None else _mask_key(attention.call.mask)
         key = (attention.forward, mask, attention.shape[0], *attention.shape[2:], int(numbers.sum()), ids)
-        if mask is None or key not in self.known:
-            if len(self.known) > 8:
-                self.known.clear()
-            equal = measured(with_uniform_weights(attention), self.baselines, text, numbers)
-            self.known[key] = equal, attention  # (which keeps the mask alive, so that its place in memory is its own)
-        own = uniform.text if goes_on else None
-        if own is None:
-            own = SequenceRecord((text.shape[0], 1))
-        own.total, own.key_padding = text.total, text.key_padding
-        piece = Chunk(attention.shape[2], runs(numbers), self.known[key][0], attention.padding)
-        _add(uniform, own, piece, goes_on, again)
+        if mask is None or key not in self.baseline_cache:
+            if len(self.baseline_cache) > 8:
+                self.baseline_cache.clear()
+            measurements = measured(with_uniform_weights(attention), self.baselines, text, numbers)
+            self.baseline_cache[key] = measurements, attention  # keeps the mask alive, so that no other has its address
+        sequence = uniform.text if goes_on else None
+        if sequence is None:
+            sequence = SequenceRecord((text.shape[0], 1))
+        sequence.total, sequence.key_padding = text.total, text.key_padding
+        piece = Chunk(attention.shape[2], runs(numbers), self.baseline_cache[key][0], attention.padding)
+        _add(uniform, sequence, piece, goes_on, again)
 
     def _save(self, name: str, layer: LayerRecord | None) -> None:
-        """Remember how a layer was before this outermost call, in case that it raises."""
-        if self.saved_of != self.frames.forwards:
-            self.saved_of, self.saved = self.frames.forwards, {}
+        """Keep a snapshot of a layer as it was before this outermost call, in case the call raises."""
+        if self.saved_in != self.frames.forwards:
+            self.saved_in, self.saved = self.frames.forwards, {}
         if name not in self.saved:
             self.saved[name] = None if layer is None else layer.snapshot()
 
     def _failed(self) -> None:
         super()._failed()
-        self.places.failed(self.frames.forwards)
-        if self.saved_of != self.frames.forwards:
+        self.tracker.failed(self.frames.forwards)
+        if self.saved_in != self.frames.forwards:
             return
-        for name, before in self.saved.items():
-            if before is None:
+        for name, snapshot in self.saved.items():
+            if snapshot is None:
                 self.record.by_name.pop(name, None)
             else:
-                self.record.by_name[name].restore(before)
+                self.record.by_name[name].restore(snapshot)
 
-    def _remember(self, text: SequenceRecord, piece: Chunk, attention: ObservedCall, goes_on: bool) -> None:
-        """q, k and the output, if they are to be kept."""
+    def _keep(self, text: SequenceRecord, piece: Chunk, attention: ObservedCall, goes_on: bool) -> None:
+        """Store copies of q, k, v and the output, as far as they are to be kept."""
         call, (_, _, n, m) = attention.call, attention.shape
-        keeps = self.keep is not None or any("map" in one.gives.values() for one in self.measures)
+        keeps = self.keep is not None or any("map" in measure.gives.values() for measure in self.measures)
         if self.keep == "qkv" and attention.output is not None:
             piece.output = attention.output.clone()
             piece.input = None if attention.input is None else attention.input.clone()
@@ -197,10 +197,10 @@ class watch(AttentionCapture):
         if attention.global_call is not None:
             call = attention.global_call()
         # Copies: what a model has in memory it may write over, a cache most of all.
-        if attention.cache is not None:  # its keys are turned anew for every piece
+        if attention.cache is not None:  # rotary is applied anew to its keys for every chunk
             piece.call = replace(call, q=call.q.clone(), k=call.k.clone(), v=call.v[:, :, :0], dropout=None)
             return
-        if attention.kind == "self" or not goes_on:  # (what is looked at across is the same in every piece)
+        if attention.kind == "self" or not goes_on:  # (the keys of cross attention are the same in every chunk)
             new = slice(m - n if goes_on else 0, m)
             text.keys.append(call.k[:, :, new].clone())
             if self.keep == "qkv":
@@ -211,8 +211,8 @@ class watch(AttentionCapture):
     def _saw_nothing(self) -> ValueError:
         frames = self.frames
         modules = frames.modules
-        if self.refused:
-            ran = ", ".join(sorted(self.refused)[:9])
+        if self.unwanted:
+            ran = ", ".join(sorted(self.unwanted)[:9])
             why = f"none of the layers that ran is among layers={self.layers!r}; there are {ran}"
         elif frames.elsewhere:
             why = "the model ran in another thread, and a watch sees the thread that began it"
@@ -233,7 +233,7 @@ class watch(AttentionCapture):
 
 
 def _add(layer: LayerRecord, text: SequenceRecord, piece: Chunk, goes_on: bool, again: bool) -> None:
-    """One more piece of a layer's text, or the first of another."""
+    """Add a chunk to a layer's sequence, or begin a new one with it."""
     text.add(piece, layer.axes)
     if goes_on and layer.text is text:
         layer.changed()
@@ -243,12 +243,12 @@ def _add(layer: LayerRecord, text: SequenceRecord, piece: Chunk, goes_on: bool, 
         layer.begin(text)
 
 
-def _known_by(mask: Mask | None) -> Any:
-    """What a mask is known by: what it says of itself, and where its tensors are."""
+def _mask_key(mask: Mask | None) -> Any:
+    """A key that equal masks share: their repr, and the addresses of their tensors."""
     return (repr(mask), *(tensor.data_ptr() for tensor in mask.tensors())) if mask is not None else "none"
 
 
-def _chooser(layers: str | Iterable[str] | Callable[[str], bool] | None) -> Callable[[str], bool]:
+def _filter(layers: str | Iterable[str] | Callable[[str], bool] | None) -> Callable[[str], bool]:
     if layers is None:
         return lambda name: True
     if callable(layers):
@@ -256,4 +256,4 @@ def _chooser(layers: str | Iterable[str] | Callable[[str], bool] | None) -> Call
     wanted = [layers] if isinstance(layers, str) else list(layers)
     if not all(isinstance(name, str) for name in wanted):
         raise bad_type("layers", expected="names of layers, or a function of the name", received=repr(wanted))
-    return lambda name: any(name == one or name.startswith((f"{one}.", f"{one}#")) for one in wanted)
+    return lambda name: any(name == prefix or name.startswith((f"{prefix}.", f"{prefix}#")) for prefix in wanted)

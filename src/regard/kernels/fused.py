@@ -9,23 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard import tuning
 from regard.kernels import blockwise
 from regard.kernels.call import Call
 from regard.kernels.operators import first_derivatives_only
-from regard.kernels.tracing import in_torch_func, traced
 from regard.masks import Causal, Mask
 from regard.measures import MeasureRun
+from regard.tracing import in_torch_func, traced
 
 __all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not"]
 
 name = "fused"
 
-# A mask that torch wants dense costs N x M memory, and what it hides is computed all the same. So there are limits:
-DENSE_LIMIT = 2**24  # elements that may be made dense
-SURVEY_FROM = 2**20  # from this many pairs on, look how much of them is hidden
-FEW_QUERIES_KEYS = 2**25  # numbers of keys that are made float32 at once, where that is the quicker way
 GROUPS_ON_CPU = torch.__version__ >= "2.13"  # torch 2.8 is silently wrong there with fewer kv heads than query heads
-MOSTLY_HIDDEN = 0.5  # and leave it to a kernel that skips what is hidden where less than this is visible
 
 
 def why_not(call: Call) -> str | None:
@@ -56,7 +52,7 @@ def why_not(call: Call) -> str | None:
         return "in ONNX a row that may see nothing would get the mean of the values"
     if (rest or call.biases) and not torch.compiler.is_exporting():
         count = _dense_size(call, rest or (call.mask is not None and causal))
-        if count > DENSE_LIMIT:
+        if count > tuning.DENSE_LIMIT:
             return f"it needs the mask and bias as a dense tensor, {count * call.q.element_size() / 2**20:.0f} MB of it"
         hidden = _mostly_hidden(call)
         if hidden:
@@ -82,13 +78,17 @@ def _formula_is_faster(call: Call) -> bool:
         return False
     _, heads, n, m = call.shape
     groups, width = call.k.shape[1], call.k.shape[3]
-    if n > 32:
+    numbers = groups * m * width  # in the keys of one batch item
+    if n > tuning.FORMULA_QUERIES or not 0 < numbers <= tuning.FORMULA_KEYS:
         return False
-    if not 0 < groups * m * width <= FEW_QUERIES_KEYS or (torch.is_grad_enabled() and call.q.requires_grad):
+    if torch.is_grad_enabled() and call.q.requires_grad:
         return False
     if call.q.dtype is torch.float32:
-        return n <= 8 and heads > groups and groups * m * width >= 2**18
-    return n <= 2 if call.q.dtype is torch.bfloat16 else call.q.dtype is torch.float16
+        few = n <= tuning.FORMULA_QUERIES_FLOAT32
+        return few and heads > groups and numbers >= tuning.FORMULA_KEYS_FLOAT32
+    if call.q.dtype is torch.bfloat16:
+        return n <= tuning.FORMULA_QUERIES_BFLOAT16
+    return call.q.dtype is torch.float16
 
 
 def output(call: Call) -> Tensor:
@@ -189,11 +189,11 @@ def _dense_size(call: Call, masked: object) -> int:
 def _mostly_hidden(call: Call) -> str | None:
     """In words, where a large part of a large plane is hidden: a kernel that skips it is faster."""
     _, _, n, m = call.shape
-    if call.mask is None or torch.compiler.is_compiling() or n * m < SURVEY_FROM:
+    if call.mask is None or torch.compiler.is_compiling() or n * m < tuning.SURVEY_FROM:
         return None
     some = call.mask.survey(call.grid(128, 128)).some
     visible = some.float().mean().item() if some.numel() > 1 else 1.0
-    return f"it would compute the {1 - visible:.0%} that is hidden" if visible < MOSTLY_HIDDEN else None
+    return f"it would compute the {1 - visible:.0%} that is hidden" if visible < tuning.MOSTLY_HIDDEN else None
 
 
 def _may_leak(call: Call) -> bool:

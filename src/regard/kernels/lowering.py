@@ -5,7 +5,7 @@
     Keep, Hide                the caller's boolean tensor
     Alibi, RelativeBias       one number per head and *distance*: each row of (N, M) is the same vector, shifted by one,
                               so a view with a row stride of -1 says it all in O(N + M) memory
-    anything else             evaluated in full, up to `DENSE_LIMIT` pairs
+    anything else             evaluated in full, up to `tuning.DENSE_LIMIT` pairs
 
 Letters: B batch, H query heads, N queries, M keys.
 """
@@ -21,18 +21,7 @@ from torch import Tensor
 from regard.kernels.call import Call
 from regard.masks import Causal, Documents, Hide, Keep, Mask, Padding, Tile, Window
 
-__all__ = [
-    "DENSE_LIMIT",
-    "Added",
-    "Visible",
-    "bias_gradients",
-    "lower_biases",
-    "lower_mask",
-    "new_gradient",
-    "pairs_to_evaluate",
-]
-
-DENSE_LIMIT = 2**24  # pairs of a mask or a bias that may be evaluated in full
+__all__ = ["Added", "Visible", "bias_gradients", "lower_biases", "lower_mask", "new_gradient", "pairs_to_evaluate"]
 
 
 @dataclass

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard import tuning
 from regard.kernels import blockwise, fused, operators
 from regard.kernels import native_library as library
 from regard.kernels.call import Call
 from regard.kernels.dropout import Dropout, threshold_of
 from regard.kernels.lowering import (
-    DENSE_LIMIT,
     Added,
     Visible,
     bias_gradients,
@@ -49,7 +49,6 @@ name = "native"
 
 WIDEST = 256  # numbers of a head
 MOST = (2**31 - 1) // 2  # queries, and keys
-FEW_QUERIES = 16  # up to so many it is memory that counts, and not products
 
 
 def why_not(call: Call) -> str | None:
@@ -71,7 +70,7 @@ def why_not(call: Call) -> str | None:
         return f"there are more than {MOST} queries or keys, which it counts in 32 bits"
     if call.q.shape[3] > WIDEST or call.v.shape[3] > WIDEST:
         return f"heads are wider than {WIDEST}"
-    if (call.mask is not None or call.biases) and call.derive(pairs_to_evaluate) > DENSE_LIMIT:
+    if (call.mask is not None or call.biases) and call.derive(pairs_to_evaluate) > tuning.DENSE_LIMIT:
         return "it would need the mask or the bias as a dense tensor, a large one"
     return None
 
@@ -79,7 +78,7 @@ def why_not(call: Call) -> str | None:
 def worth(call: Call) -> bool:
     """Wherever it can serve: no size is so small that torch's own kernel takes fewer microseconds. But on CPUs with AMX
     tiles, which that one uses and this one does not, bfloat16 in bulk is left to it."""
-    if not library.has_amx or call.q.dtype is not torch.bfloat16 or call.q.shape[2] <= FEW_QUERIES:
+    if not library.has_amx() or call.q.dtype is not torch.bfloat16 or call.q.shape[2] <= tuning.AMX_QUERIES:
         return True
     return fused.why_not(call) is not None
 
@@ -199,7 +198,7 @@ def _packed(call: Call, out: Tensor | None, lse: Tensor, places: dict[str, Any] 
     found = _NO_STATISTICS if places is None else _statistics(places)
     packed = CALL.pack(
         CALL.size,
-        library.instruction_set,
+        library.isa(),
         torch.get_num_threads(),
         DTYPES[q.dtype],
         seen.causal,

@@ -22,7 +22,7 @@ from regard.kernels import reference
 from regard.kernels.call import Call, accumulation_dtype
 from regard.kernels.call_schema import Flat, flatten, unflatten
 from regard.kernels.precision import fixed_precision
-from regard.kernels.tracing import traced
+from regard.tracing import traced
 
 __all__ = ["Loops", "first_derivatives_only", "new_output", "register"]
 

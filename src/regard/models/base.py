@@ -147,12 +147,11 @@ class TextModel(nn.Module):
             raise bad_type("ids", expected="integers", received=str(error).splitlines()[0]) from error
 
     def packed(self) -> AbstractContextManager[None]:
-        """Within it, products with few rows (short texts, one token at a time) are faster: the weights are there a
-        second time, in the order that oneDNN likes. `generate` and `stream` do so by themselves.
+        """Within it, products with few rows (short texts, one token at a time) are faster on some CPUs: the weights are
+        there a second time, in oneDNN's own order. `generate` and `stream` do so by themselves.
 
-        When it is made, the copies are compared with the weights, and made anew where they differ. Entering it, once
-        or many times, compares nothing: from then on change no weight through `.data`, or make another. Copies live as
-        long as the model. See `regard.onednn.packed`.
+        The copies are made at once and live as long as what is returned, which may be entered many times. Make another
+        after weights were changed through `.data`. See `regard.onednn.packed`.
         """
         groups = [group for module in self.modules() for group in read_together(module)]
         within = {linear for group in groups for linear in group}

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value, shape_of
-from regard.masks import Tile, check_axes, checked
+from regard.masks import Tile
+from regard.masks.base import check_axes, checked
 
 __all__ = ["Alibi", "Bias", "DenseBias", "RelativeBias", "Saturated", "as_biases"]
 

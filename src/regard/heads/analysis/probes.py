@@ -1,4 +1,4 @@
-"""Texts that bring out what heads do: random tokens, repeated. Nothing in them can be foreseen but by looking back."""
+"""Probes with known answers: repeated random tokens, which can be predicted only by attending to the first copy."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_value
-from regard.heads.analysis.token_classes import evaluating
+from regard.heads.module_names import VOCABULARY_SIZES
 from regard.heads.record.record import Record
 from regard.heads.watch import watch
+from regard.heads.watch_all import evaluating
 
 __all__ = ["induction", "repeated"]
 
@@ -49,10 +50,10 @@ def induction(
     2022, `previous` the mass on the token before.
 
     Args:
-        model: it takes token ids (B, N): regard's, transformers', or any other whose vocabulary can be told.
+        model: called with token ids (B, N): regard's, transformers', or any other whose vocabulary size is found.
         length, batch, seed: of the probe.
-        first: a token that every text begins with, such as the model's own first one.
-        options: more for the model's forward.
+        first: a token that every text begins with, such as the model's BOS token.
+        options: further arguments of the model's forward.
     """
     ids = repeated(_vocabulary(model), length=length, batch=batch, first=first, seed=seed)
     device = next(model.parameters()).device
@@ -63,9 +64,9 @@ def induction(
 
 
 def _vocabulary(model: nn.Module) -> int:
-    """How many tokens a model knows, by its configuration or its embedding."""
+    """The size of a model's vocabulary, from its configuration or its embedding."""
     config = getattr(model, "config", None)
-    for name in ("vocabulary", "vocab_size"):
+    for name in VOCABULARY_SIZES:
         size = getattr(config, name, None)
         if isinstance(size, int):
             return size

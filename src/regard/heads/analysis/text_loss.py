@@ -1,4 +1,4 @@
-"""What a text model does without some heads: how much worse it foresees a text, or how far its embedding moves.
+"""The effect of heads on a text model: how much the loss of a text rises without them, or its embedding moves.
 
 Letters: B batch, N tokens, V vocabulary.
 """
@@ -22,8 +22,9 @@ __all__ = ["effect", "effects", "loss_of"]
 
 
 def loss_of(model: TextModel, texts: Sequence[str]) -> Callable[[TextModel, int], Tensor]:
-    """A loss of text `i`, for `importance` and `leave_one_out`: of a decoder the cross entropy of the next token in
-    nats, a mean over the text; of an encoder 1 - cosine of the text's embedding and that of the intact model."""
+    """A function of (model, i), the loss of text `i`, for `importance` and `leave_one_out`: for a decoder the mean
+    cross entropy of the next token in nats; for an encoder 1 - cosine between the text's embedding and the intact
+    model's."""
     ids = [model.encode(text)[:, : _context(model)] for text in texts]  # (1, N) each
     if isinstance(model, models.Decoder):
         if any(x.shape[1] < 2 for x in ids):
@@ -47,15 +48,15 @@ def effect(model: TextModel, texts: Sequence[str], heads: Heads, mode: Any = "ze
     """The mean loss over some texts, with all heads and without some of them."""
     loss = loss_of(model, texts)
     with torch.no_grad():
-        whole = sum(loss(model, i).item() for i in range(len(texts))) / len(texts)
+        intact = sum(loss(model, i).item() for i in range(len(texts))) / len(texts)
         with ablate(model, heads, mode=mode):
             without = sum(loss(model, i).item() for i in range(len(texts))) / len(texts)
-    return whole, without
+    return intact, without
 
 
 def effects(model: TextModel, texts: Sequence[str], *, quick: bool = False, progress: bool = True) -> Importance:
-    """How much each head matters to some texts: the loss without it, one head after another; or, where `quick` and the
-    model is a decoder, by gradients in one pass over the texts (Michel et al. 2019, not normalised)."""
+    """How much each head matters to some texts: the rise of the loss without it, one head after another; or, if `quick`
+    and the model is a decoder, by gradients in one pass over the texts (Michel et al. 2019, not normalised)."""
     loss, numbers = loss_of(model, texts), range(len(texts))
     if quick and isinstance(model, models.Decoder):
         return importance(model, loss, numbers, normalize=False, progress=progress)  # type: ignore[arg-type]

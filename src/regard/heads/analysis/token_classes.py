@@ -1,100 +1,21 @@
-"""Watch a model over many texts; and the classes of tokens that a tokenizer knows."""
+"""Classes of tokens: special, separator, punctuation."""
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from regard.errors import bad_type
-from regard.heads.progress import track
-from regard.heads.record.record import Record
-from regard.heads.watch import watch
-from regard.measures import MeasureLike
 
-__all__ = ["evaluating", "is_punctuation", "run", "token_kinds", "watch_all"]
-
-
-def watch_all(
-    model: nn.Module,
-    batches: Iterable[Any],
-    *,
-    measures: MeasureLike | Iterable[MeasureLike] | None = None,
-    layers: str | Iterable[str] | Callable[[str], bool] | None = None,
-    progress: bool = True,
-) -> Record:
-    """Run a model over a corpus, in evaluation and without gradient, and give one record of means per head.
-
-    Args:
-        model: any model that `watch` can see.
-        batches: what to run it on, one after another: a text (regard's models), a tensor, a tuple of arguments, or a
-            mapping of named ones (such as a tokenizer of transformers gives, or `encode_batch` of regard's models).
-        measures, layers: as for `watch`.
-        progress: a bar on a terminal.
-
-    >>> import regard
-    >>> layer = regard.MultiHeadAttention(16, num_heads=2)
-    >>> seen = watch_all(layer, [torch.randn(1, 5, 16), torch.randn(3, 7, 16)], progress=False)
-    >>> seen[0].entropy.shape, seen[0].count  # 5 + 3 * 7 queries
-    (torch.Size([2]), tensor([26, 26]))
-    """
-    if isinstance(batches, (str, Mapping)):
-        raise bad_type(
-            "batches",
-            expected="several, one after another",
-            received=f"one {type(batches).__name__}",
-            remedy="a list of it",
-        )
-    watching = watch(model, measures=measures, layers=layers)
-    watching.places.rereads = False  # a text that begins as the last one did is a text of its own
-    with evaluating(model), watching as seen, torch.no_grad():
-        for batch in track(batches, "watching", progress):
-            run(model, batch)
-    return seen
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within it a model is in evaluation; then each of its modules is as it was."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
-
-
-def run(model: nn.Module, batch: Any) -> Any:
-    """Call a model on a text, a tensor, a tuple of arguments or a mapping of named ones."""
-    if isinstance(batch, str):
-        encode = getattr(model, "encode", None)
-        if encode is None:
-            raise bad_type(
-                "batch",
-                expected="tensors, for this model has no tokenizer",
-                received="a text",
-                remedy="what its tokenizer gives, as a mapping: tokenizer(text, return_tensors='pt')",
-            )
-        return model(encode(batch))
-    if hasattr(batch, "_asdict"):  # a named tuple, such as `encode_batch` gives
-        return model(**batch._asdict())
-    if isinstance(batch, Mapping) or hasattr(batch, "keys"):
-        return model(**batch)
-    if isinstance(batch, Tensor):
-        return model(batch)
-    if isinstance(batch, (tuple, list)):
-        return model(*batch)
-    raise bad_type("batch", expected="a text, a tensor, a tuple or a mapping", received=type(batch).__name__)
+__all__ = ["SEPARATORS", "as_text", "is_punctuation", "looks_special", "token_kinds"]
 
 
 def is_punctuation(token: str) -> bool:
-    """Whether a token is nothing but punctuation, whatever marks of words its tokenizer puts around it, and whether it
-    spells characters as they are or as bytes.
+    """Whether a token is only punctuation, apart from the tokenizer's marks of word boundaries. Byte-level tokens are
+    decoded.
 
     >>> [is_punctuation(t) for t in (",", "##.", "Ġ!", "a.", "[SEP]", "▁", "âĢĻ")]
     [True, True, True, False, False, False, True]
@@ -107,14 +28,14 @@ def is_punctuation(token: str) -> bool:
 
 
 def as_text(token: str) -> str | None:
-    """What a token says that is spelled in bytes, as GPT-2's are; None for what is none, or a part of a character."""
+    """The text of a byte-level token, as GPT-2 has them; None if it is none, or holds a part of a character."""
     try:
         return bytes(_BYTES[c] for c in token).decode()
     except (KeyError, UnicodeDecodeError):
         return None
 
 
-# Bytes that are printable stand for themselves, the others for what comes from 256 on.
+# GPT-2's byte-level alphabet: printable bytes stand for themselves, the others for characters from 256 on.
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _BYTES = {chr(byte): byte for byte in _PRINTABLE}
 _BYTES |= {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
@@ -150,18 +71,18 @@ SEPARATORS = ("[SEP]", "</s>", "<sep>", "<|im_end|>", "<|endoftext|>", "<eos>")
 
 
 def _special(tokenizer: Any, vocabulary: Mapping[str, int]) -> set[str]:
-    """The tokens that a tokenizer calls special; those that look it, where it does not say."""
+    """The special tokens of a tokenizer; if it does not say, those that look like it."""
     added = getattr(tokenizer, "added_tokens_decoder", None)  # of transformers
     if added is None and hasattr(tokenizer, "get_added_tokens_decoder"):  # of tokenizers
         added = tokenizer.get_added_tokens_decoder()
     if added is None:
         return {token for token in vocabulary if looks_special(token)}
-    said = {token.content for token in added.values() if token.special}
-    return said | set(getattr(tokenizer, "all_special_tokens", ()))
+    special = {token.content for token in added.values() if token.special}
+    return special | set(getattr(tokenizer, "all_special_tokens", ()))
 
 
 def looks_special(token: str) -> bool:
-    """Whether a token is spelled as special ones are: [CLS], <s>, <|endoftext|>."""
+    """Whether a token is spelled like a special one: [CLS], <s>, <|endoftext|>."""
     pairs = (("[", "]"), ("<|", "|>"), ("<", ">"))
     return len(token) > 2 and any(
         token.startswith(a) and token.endswith(b) and token[len(a) : -len(b)].replace("_", "").isalnum()

@@ -1,8 +1,9 @@
-"""Where an attention belongs: the name of its layer, and whether it goes on with the text that the layer had.
+"""Which layer an attention call belongs to, and whether it continues the layer's last sequence from a cache.
 
-A cached call goes on where the key before its new ones is the last key that was seen, bit for bit. That holds for
-caches that grow, that are of fixed size and that slide. Attention by hand is known by its values. Beam search is known
-by it too: every key is there, but at another text; and so is a cache that was cut: the key is one before the last.
+A call continues a sequence if the key before its new ones equals the last key that was seen, bit for bit. That holds
+for caches that grow, caches of fixed size and sliding ones. For handwritten attention, values are compared instead of
+keys. Beam search is detected in the same way (every key is found, but at another item of the batch), and so is a cache
+that was cropped (the key is one before the last).
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from regard.masks import Keep
 
 __all__ = ["Place", "SequenceTracker", "trimmed"]
 
-RECENT = 64  # keys that are remembered: the last, and those behind which a cache may have been cut
+RECENT = 64  # last keys that are remembered: to compare with, and to detect a cropped cache
 
 
 class Place(NamedTuple):
-    """The layer's name; whether the attention goes on with its text, or reads it again one token further; and how many
-    tokens the text has by now."""
+    """The layer's name; whether the call continues its sequence (`goes_on`), or reads it again with one more token
+    (`again`); and how many tokens the sequence has now."""
 
     name: str
     goes_on: bool
@@ -37,7 +38,7 @@ class Place(NamedTuple):
 
 @dataclass
 class _Trail:
-    """What a layer's text is known by."""
+    """What a layer's last sequence is recognised by."""
 
     kind: str
     shape: tuple[int, int]  # (B, H)
@@ -49,26 +50,27 @@ class _Trail:
 
 
 class SequenceTracker:
-    """Follows all layers of a model. Where `strict`, what cannot be one text is refused; else it goes on as if."""
+    """Tracks the sequences of all layers of a model. `strict`: a cache that is reordered or cropped is refused; else it
+    counts as continued."""
 
     def __init__(self, strict: bool = True) -> None:
         self.strict = strict
-        self.rereads = True  # whether a text that begins as the last one does is the last one, read again
+        self.rereads = True  # a sequence that starts like the last one is the last one, read again
         self.trails: dict[str, _Trail] = {}
         self.forward = -1
-        self.counts: dict[str, int] = {}  # attentions of each module within this outermost call
-        self.continued = False  # whether self attention went on in this outermost call
-        self.again: bool | None = None  # whether this outermost call reads a text again: the first layer that can tells
+        self.counts: dict[str, int] = {}  # attention calls of each module within this outermost call
+        self.continued = False  # whether self attention continued a sequence in this outermost call
+        self.again: bool | None = None  # whether this outermost call reads a sequence again, once a layer has told
         self._before: tuple[int, dict[str, _Trail]] = (-1, {})
 
     def place(self, attention: ObservedCall) -> Place:
-        """Find the place of the next attention, which `trimmed` has gone over."""
+        """Find the layer and sequence of the next attention call, after `trimmed`."""
         if self.forward != attention.forward:
             self.forward, self.counts, self.continued, self.again = attention.forward, {}, False, None
             self._before = self.forward, dict(self.trails)
         base, (batch, heads, n, m) = attention.layer, attention.shape
         number = self.counts.get(base, 0)
-        # Within one outermost call a module may be called again: to go on with a cache, or as another layer.
+        # Within one outermost call a module may be called again: to continue from a cache, or as another layer.
         for k in range(number, -1, -1):
             trail = self.trails.get(_named(base, k))
             if trail is not None and self._goes_on(_named(base, k), trail, attention):
@@ -85,13 +87,13 @@ class SequenceTracker:
         return Place(name, False, again, total)
 
     def failed(self, forward: int) -> None:
-        """An outermost call raised: what it read does not count."""
+        """An outermost call raised: forget what it read."""
         if self._before[0] == forward:
             self.trails = self._before[1]
 
     def _reads_again(self, trail: _Trail, attention: ObservedCall) -> bool:
-        """Whether a causal model reads the same text once more, one token further: generation without a cache. All
-        layers of one call read the same text, and what comes of it in the later ones is rounded in other ways."""
+        """Whether a causal model reads the same sequence again with one more token: generation without a cache. The
+        first layer decides for all layers of a call, because rounding differs in later ones."""
         _, _, n, m = attention.shape
         if attention.kind != "self" or n != m or m != trail.total + 1 or trail.shape != attention.shape[:2]:
             return False
@@ -110,7 +112,7 @@ class SequenceTracker:
         return trail
 
     def _goes_on(self, name: str, trail: _Trail, attention: ObservedCall) -> bool:
-        """Whether the keys of an attention extend those that a layer has seen."""
+        """Whether the keys of a call extend those that the layer has seen."""
         batch, heads, n, m = attention.shape
         if trail.kind != attention.kind or trail.shape != (batch, heads):
             return False
@@ -119,7 +121,7 @@ class SequenceTracker:
             return self.continued and trail.total == m and _same(first, trail.first_key)
         if n >= m:
             return False
-        if attention.cache is not None or trail.cache is not None:  # which turns its keys anew each time
+        if attention.cache is not None or trail.cache is not None:  # a cache that applies rotary anew to all its keys
             numbers = attention.numbers
             goes_on = attention.cache is trail.cache and numbers is not None
             goes_on = goes_on and int(numbers[-1]) + 1 == trail.total + n  # type: ignore[index]
@@ -147,10 +149,10 @@ def _named(base: str, number: int) -> str:
 
 
 def _other_than_added(before: Tensor, last_keys: Tensor) -> str | None:
-    """In words, how a cache goes on in another way than by adding to it: that cannot be one text."""
+    """How a cache was changed other than by appending, in words; None if it was not."""
     if before.shape != last_keys.shape[:-2] + last_keys.shape[-1:]:
         return None
-    same = (before[:, None] == last_keys[None, ..., -1, :]).flatten(2).all(-1)  # (texts now, texts before)
+    same = (before[:, None] == last_keys[None, ..., -1, :]).flatten(2).all(-1)  # (items now, items before)
     if same.any(1).all():
         return "one whose texts changed places, as in beam search (num_beams > 1)"
     if (before[..., None, :] == last_keys[..., :-1, :]).movedim(-2, 0).flatten(1).all(1).any():
@@ -159,7 +161,7 @@ def _other_than_added(before: Tensor, last_keys: Tensor) -> str | None:
 
 
 def _reads_again(trail: _Trail, attention: ObservedCall) -> bool:
-    """Whether a text begins with the one before, and causal attention reads it; by its ids, or else by its keys."""
+    """Whether a sequence starts with the last one and attention is causal; by its ids, or else by its keys."""
     call, ids, m = attention.call, attention.ids, attention.shape[3]
     known = trail.ids is not None and ids is not None and ids[:, :-1].shape == trail.ids.shape
     if known and not torch.equal(ids[:, :-1], trail.ids):  # type: ignore[index,arg-type]
@@ -169,7 +171,7 @@ def _reads_again(trail: _Trail, attention: ObservedCall) -> bool:
     if call.mask is None or (trail.last_keys is None and not known):
         return False
     if not known:
-        rounding = max(1e-3, 4 * torch.finfo(call.k.dtype).eps)  # other sizes round otherwise
+        rounding = max(1e-3, 4 * torch.finfo(call.k.dtype).eps)  # rounding depends on the size
         last = trail.last_keys[..., -1, :]  # type: ignore[index]
         if not torch.allclose(call.k[:, :, m - 2], last, rtol=rounding, atol=rounding / 10):
             return False
@@ -181,7 +183,7 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def trimmed(attention: ObservedCall) -> ObservedCall:
-    """Without the last keys, if no query may see them: a cache of fixed size is longer than the text."""
+    """The call without trailing keys that no query may see: a cache of fixed size is longer than the sequence."""
     _, _, n, m = attention.shape
     call = attention.call
     if attention.kind != "self" or n >= m or attention.cache is not None:
@@ -203,7 +205,7 @@ def trimmed(attention: ObservedCall) -> ObservedCall:
 
 
 def _last(used: Tensor) -> int:
-    """How many columns there are up to the last that is used; all, if none is."""
+    """The number of columns up to the last used one; all, if none is used."""
     columns = used.flatten(0, -2).any(0).nonzero()
     return int(columns.max()) + 1 if columns.numel() else used.shape[-1]
 

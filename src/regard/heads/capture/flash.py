@@ -1,8 +1,8 @@
-"""Attention as flash kernels are told of it, in the words of `regard.attend`: no plane of N x M, but lengths.
+"""Arguments of flash attention as arguments of `regard.attend`: masks are given as lengths, not as N x M.
 
-Texts lie one after another, and a query sees the keys of its own text. The last query of a text stands at its last key
-(causal masks and windows are aligned to the bottom right), whatever the number of its queries. Padding is cut out
-before: distances count real tokens, and a query that is padding sees nothing.
+Texts are packed one after another, and a query sees the keys of its own text. The last query of a text is at its last
+key (causal masks and windows are aligned to the bottom right), whatever the number of its queries. Padding is removed
+before: distances count real tokens, and a padding query sees nothing.
 
 Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v.
 """
@@ -24,21 +24,21 @@ __all__ = ["from_flash", "from_varlen", "paged"]
 
 
 class _Tokens(NamedTuple):
-    """One side, queries or keys, with L tokens in each row of the batch."""
+    """The queries or the keys, L tokens in each row of the batch."""
 
-    text: Tensor  # (B, L): which text a token belongs to; -1 if to none
-    number: Tensor  # (B, L): which of its text's tokens it is, from 0
+    text: Tensor  # (B, L): the text that a token belongs to; -1 for none
+    number: Tensor  # (B, L): the index of the token in its text
     counts: Tensor  # (texts,): tokens of each text
 
     @staticmethod
     def kept(keep: Tensor) -> _Tokens:
-        """One text in each row: the tokens that are `keep` (B, L)."""
+        """One text in each row: the tokens where `keep` (B, L) is True."""
         rows = torch.arange(keep.shape[0], device=keep.device)[:, None]
         return _Tokens(torch.where(keep, rows, -1), keep.cumsum(1) - 1, keep.sum(1))
 
     @staticmethod
     def between(starts: Tensor, batch: int, length: int) -> _Tokens:
-        """Text i from token `starts[i]` to before `starts[i + 1]` of all rows in one: (batch * length) tokens."""
+        """Text i has the tokens from `starts[i]` to before `starts[i + 1]`, counted through all rows of the batch."""
         starts = starts.to(torch.int64)
         at = torch.arange(batch * length, device=starts.device)
         text = torch.searchsorted(starts, at, right=True) - 1
@@ -47,15 +47,15 @@ class _Tokens(NamedTuple):
 
 
 def _visible(q: _Tokens, k: _Tokens, causal: bool, before: int | None, after: int | None) -> dict[str, Any]:
-    """`mask`, `positions` and `key_positions` of `attend` for queries and keys of some texts, of which each sees its
-    own: those of the same text, causal, at most so many `before` and `after` it (None: all)."""
+    """`mask`, `positions` and `key_positions` of `attend` for packed texts: a query sees the keys of its own text,
+    causal or not, at most so many `before` and `after` it (None: all)."""
     batch, m, device = len(q.text), k.text.shape[1], q.text.device
     real, held = q.text >= 0, k.text >= 0
     rows = torch.arange(batch, device=device)[:, None]
-    home = torch.full((k.counts.numel() + 1,), -1, device=device)  # the row in which a text's keys are; -1: in none
-    home[k.text[held]] = rows.expand(batch, m)[held]
-    of_query = home[q.text]
-    if (home[k.text] != rows)[held].any() or ((of_query != rows) & (of_query >= 0) & real).any():
+    row_of_text = torch.full((k.counts.numel() + 1,), -1, device=device)  # the row that has a text's keys; -1: none
+    row_of_text[k.text[held]] = rows.expand(batch, m)[held]
+    row_of_query = row_of_text[q.text]
+    if (row_of_text[k.text] != rows)[held].any() or ((row_of_query != rows) & (row_of_query >= 0) & real).any():
         raise bad_value(
             "attention of flash kernels",
             expected="texts that lie in one row of the batch",
@@ -65,22 +65,20 @@ def _visible(q: _Tokens, k: _Tokens, causal: bool, before: int | None, after: in
     parts: list[Mask] = [Causal()] if causal else []
     if before is not None or after is not None:
         parts.append(Window(before=m if before is None else before, after=m if after is None else after))
-    known = _positions(q, k) if parts else {}
-    alone = bool((k.text == rows)[held].all() and (q.text == rows)[real].all())  # one text in each row
-    if not held.all() and alone:
+    positions = _positions(q, k) if parts else {}
+    one_text_per_row = bool((k.text == rows)[held].all() and (q.text == rows)[real].all())
+    if one_text_per_row and not held.all():
         parts.append(Padding(keep=held))
-    if not alone or not real.all():
-        parts.append(
-            Documents(q.text, torch.where(held, k.text, -2))
-            if not alone
-            else Documents(real.long(), torch.ones_like(k.text))
-        )
-    return {"mask": functools.reduce(And, parts) if parts else None, **known}
+    if not one_text_per_row:
+        parts.append(Documents(q.text, torch.where(held, k.text, -2)))
+    elif not real.all():
+        parts.append(Documents(real.long(), torch.ones_like(k.text)))
+    return {"mask": functools.reduce(And, parts) if parts else None, **positions}
 
 
 def _positions(q: _Tokens, k: _Tokens) -> dict[str, Tensor]:
-    """`positions` and `key_positions` of `attend`, where they are not the usual ones: numbers within a text, or slots,
-    which say the same wherever a text's keys are neighbours."""
+    """`positions` and `key_positions` of `attend`, if they are not the default: indices within a text, or slots, which
+    are equivalent if a text's keys are neighbours."""
     batch, m = k.text.shape
     real, held = q.text >= 0, k.text >= 0
     at = q.number + (k.counts - q.counts)[q.text]
@@ -111,15 +109,15 @@ def from_varlen(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Call:
-    """From the arguments of torch's `varlen_attn`: q (N, H, D), k and v (M, G, D), all texts one after another; a batch
-    of 1 comes of it."""
+    """A `Call` from the arguments of torch's `varlen_attn`: q (N, H, D), k and v (M, G, D), all texts packed; its batch
+    size is 1."""
     if block_table is not None:
         raise paged("a block_table of varlen_attn")
     if cu_seq_k is None:
-        raise bad_value("varlen_attn", expected="cu_seq_k, where the texts' keys begin", received="None")
+        raise bad_value("varlen_attn", expected="cu_seq_k, where the keys of each text begin", received="None")
     q, k, v = (x.detach().transpose(0, 1)[None] for x in (query, key, value))  # (1, H|G, N|M, D)
     keys = _Tokens.between(cu_seq_k, 1, k.shape[2])
-    if seqused_k is not None:  # only the first so many of each text
+    if seqused_k is not None:  # only the first keys of each text are used
         used = keys.number < seqused_k[keys.text]
         keys = _Tokens(keys.text.masked_fill(~used, -1), keys.number, seqused_k.to(torch.int64))
     left, right = (-1, -1) if window_size is None else window_size
@@ -131,9 +129,9 @@ def from_varlen(
 def from_flash(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, keep: Tensor | None, **options: Any
 ) -> Call:
-    """From what transformers hands to its flash attention: q (B, H, N, D), k (B, G, M, D), v (B, G, M, E), which keys
-    are no padding (B, M) if some are, and where texts begin: `cu_seq_lens_q`, `cu_seq_lens_k`, or `position_ids` that
-    begin anew."""
+    """A `Call` from the arguments of transformers' flash attention: q (B, H, N, D), k (B, G, M, D), v (B, G, M, E),
+    `keep` (B, M), True for keys that are no padding, and where packed texts begin: `cu_seq_lens_q`, `cu_seq_lens_k`, or
+    `position_ids` that start again."""
     if any(options.get(name) is not None for name in ("block_table", "k_cache", "v_cache")):
         raise paged("a block table")
     q, k, v = (x.detach() for x in (query, key, value))
@@ -147,25 +145,25 @@ def from_flash(
                 expected=f"(B, M) = {(batch, k.shape[2])} at most",
                 received=shape_of(keep),
             )
-        k, v = (x[:, :, : keep.shape[1]] for x in (k, v))  # a cache of fixed size is longer than the text
+        k, v = (x[:, :, : keep.shape[1]] for x in (k, v))  # a cache of fixed size is longer than the sequence
         keys = _Tokens.kept(keep)
         last = torch.ones_like(keep[:, :1]) if n == 1 else keep[:, -n:]
         queries = _Tokens.kept(last)
-        if last.shape[1] < n:  # more queries than keys: the first ones of all rows in one are taken
+        if last.shape[1] < n:  # more queries than keys: the first ones, counted through all rows, are used
             text, number = (x.new_full((batch * n,), -1) for x in queries[:2])
             text[: last.numel()], number[: last.numel()] = (x.flatten() for x in queries[:2])
             queries = _Tokens(text.view(batch, n), number.view(batch, n), queries.counts)
     elif isinstance(starts[0], Tensor) and isinstance(starts[1], Tensor):
         queries = _Tokens.between(starts[0], batch, n)
         keys = _Tokens.between(starts[1], batch, k.shape[2])
-    elif (begin := _beginnings(options.get("position_ids"), batch)) is not None:
-        queries, keys = _Tokens.between(begin, batch, n), _Tokens.between(begin, batch, k.shape[2])
+    elif (packed := _packed_starts(options.get("position_ids"), batch)) is not None:
+        queries, keys = _Tokens.between(packed, batch, n), _Tokens.between(packed, batch, k.shape[2])
     else:
         queries, keys = (_Tokens.kept(torch.ones(batch, x.shape[2], dtype=torch.bool, device=q.device)) for x in (q, k))
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     window = options.get("sliding_window")
-    far = window - 1 if window else None  # itself among them; of an encoder so many after it, too
+    far = window - 1 if window else None  # the window counts the token itself; an encoder's extends to both sides
     sinks = options.get("s_aux")
     return prepare(
         q,
@@ -178,8 +176,8 @@ def from_flash(
     )
 
 
-def _beginnings(position_ids: Any, batch: int) -> Tensor | None:
-    """Where texts begin that are packed in one row: where positions are the lowest again. None if it is one text."""
+def _packed_starts(position_ids: Any, batch: int) -> Tensor | None:
+    """Where texts packed in one row begin: where positions are at their minimum again. None if it is one text."""
     if not isinstance(position_ids, Tensor) or batch != 1 or position_ids.numel() <= 1:
         return None
     positions = position_ids.detach().reshape(-1)
@@ -190,7 +188,7 @@ def _beginnings(position_ids: Any, batch: int) -> Tensor | None:
 
 
 def paged(received: str) -> ValueError:
-    """The error for keys that lie scattered in pages."""
+    """The error for a paged cache."""
     return bad_value(
         "attention",
         expected="keys as one tensor",

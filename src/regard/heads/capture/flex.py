@@ -1,5 +1,5 @@
-"""Attention by torch's `flex_attention`, in the words of `regard.attend`: functions of one pair of query and key say
-who sees whom (`mask_mod`) and what becomes of a score (`score_mod`). They are asked for one tile after another.
+"""Arguments of torch's `flex_attention` as arguments of `regard.attend`: `mask_mod` as a mask, `score_mod` as a bias.
+Both are functions of one query and one key; they are evaluated for one tile after another.
 
 Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v; n, m the
 sides of one tile.
@@ -22,12 +22,12 @@ from regard.positions import Bias
 
 __all__ = ["FlexBias", "FlexMask", "from_flex", "learned_by"]
 
-BLOCK_COUNTS, MASK_MOD = 2, -1  # where a block mask as a tuple has the tensor (1|B, 1|H, ...), and the function
+BLOCK_COUNTS, MASK_MOD = 2, -1  # indices in a block mask as a tuple: a tensor (1|B, 1|H, ...), and the function
 
 
 def _each_pair(function: Callable[..., Tensor], *indices: Tensor, scores: Tensor | None = None) -> Tensor:
-    """A function of (score,) text, head, query and key, which are numbers to it, for all of some: (b, h, n, m)."""
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # tensors may be indices
+    """A function of (score,) batch, head, query and key indices, evaluated for all combinations: (b, h, n, m)."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # allows tensors as indices
 
     first = () if scores is None else (0,)
     for axis in reversed(range(4)):
@@ -37,8 +37,8 @@ def _each_pair(function: Callable[..., Tensor], *indices: Tensor, scores: Tensor
 
 
 class FlexMask(Mask):
-    """A `mask_mod` as a mask: of `items` texts and some `heads`, or one of either that stands for all. Slots are
-    counted from (`row`, `col`)."""
+    """A `mask_mod` as a mask, for `items` items of the batch and some `heads`; one of either is broadcast. Queries and
+    keys are counted from (`row`, `col`)."""
 
     fields = ("mask_mod", "items", "heads", "row", "col")
 
@@ -47,7 +47,7 @@ class FlexMask(Mask):
 
     @staticmethod
     def of(block_mask: tuple[Any, ...]) -> FlexMask:
-        """Of a `BlockMask` as a tuple."""
+        """From a `BlockMask` as a tuple."""
         counts = block_mask[BLOCK_COUNTS]
         return FlexMask(block_mask[MASK_MOD], counts.shape[0], torch.arange(counts.shape[1], device=counts.device))
 
@@ -71,8 +71,8 @@ class FlexMask(Mask):
 
 
 class FlexBias(Bias):
-    """What a `score_mod` adds to each score, which it may compute from the score: so queries and keys are kept here.
-    `weight` (B, H) numbers texts and heads, to know again of which a part is."""
+    """What a `score_mod` adds to each score. It may depend on the score, so queries and keys are kept here. `weight`
+    (B, H) holds indices of batch and head, so that a slice of it tells which part it is."""
 
     def __init__(self, score_mod: Any, q: Tensor, k: Tensor, scale: float, start: int) -> None:
         self.score_mod, self.q, self.k, self.scale, self.start = score_mod, q, k, scale, start
@@ -80,7 +80,7 @@ class FlexBias(Bias):
         self.weight = torch.arange(batch * heads, device=q.device).view(batch, heads)
 
     def starting(self, start: int) -> FlexBias:
-        """The same where the first query stands at `start`."""
+        """The same with the first query at position `start`."""
         other = copy(self)
         other.start = start
         return other
@@ -107,20 +107,21 @@ def from_flex(
     score_mod_other_buffers: tuple[Any, ...] = (),
     mask_mod_other_buffers: tuple[Any, ...] = (),
 ) -> Call:
-    """From the arguments of the operator below `flex_attention`: q (B, H, N, D), k (1|B, G, M, D), v (1|B, G, M, E)."""
+    """A `Call` from the arguments of the operator that `flex_attention` calls: q (B, H, N, D), k (1|B, G, M, D),
+    v (1|B, G, M, E)."""
     q, k, v = (x.detach() for x in (query, key, value))
     k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
     start = k.shape[2] - q.shape[2]
     bias = None
     if score_mod is not getattr(sys.modules.get("torch.nn.attention.flex_attention"), "_identity", None):
-        bias = FlexBias(_with(score_mod, score_mod_other_buffers), q.clone(), k.clone(), scale, start)
-    mask_mod = _with(block_mask[MASK_MOD], mask_mod_other_buffers)
+        bias = FlexBias(_with_buffers(score_mod, score_mod_other_buffers), q.clone(), k.clone(), scale, start)
+    mask_mod = _with_buffers(block_mask[MASK_MOD], mask_mod_other_buffers)
     mask = FlexMask.of((*block_mask[:MASK_MOD], mask_mod))
     return prepare(q, k, v, scale=scale, mask=mask, bias=bias)
 
 
 def learned_by(score_mod: Any) -> str:
-    """The name of a tensor that wants a gradient and that a `score_mod` reads from around it; "" if there is none."""
+    """The name of a tensor with `requires_grad` that a `score_mod` captures; "" if there is none."""
     code, cells = getattr(score_mod, "__code__", None), getattr(score_mod, "__closure__", None) or ()
     if code is None:
         return ""
@@ -133,6 +134,6 @@ def learned_by(score_mod: Any) -> str:
     return ""
 
 
-def _with(function: Any, buffers: tuple[Any, ...]) -> Any:
-    """A function of numbers with what it captured, which compilers hand over beside them."""
-    return (lambda *given: function(*given, *buffers)) if buffers else function
+def _with_buffers(function: Any, buffers: tuple[Any, ...]) -> Any:
+    """A function with its captured tensors bound, which compilers pass as further arguments."""
+    return (lambda *indices: function(*indices, *buffers)) if buffers else function

@@ -1,9 +1,9 @@
-"""Which module is running: the stack of forward calls below a root, by hooks.
+"""Which module is running: the stack of forward calls below a root module, kept by hooks.
 
-A layer is named by the module whose forward computes the attention. Where one module is called several times within one
+A layer is named by the module whose forward computes the attention. If one module is called several times within one
 forward of the root (ALBERT), its k-th call, counted from 0, is `name#k`; the first keeps the plain name.
 
-Hooks stay with the modules that they were put on: a copy or a pickle of a module that is made meanwhile has none.
+Hooks stay with the modules that they were registered on: a copy or a pickle of a module made meanwhile has none.
 """
 
 from __future__ import annotations
@@ -20,28 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Frame", "ModuleStack"]
+from regard.heads.module_names import CROSS_ATTENTION_INPUTS, NOT_TOKEN_IDS
 
-# Arguments by which modules are handed what they attend to, if it is not their own input.
-_OTHERS = (
-    "encoder_hidden_states",
-    "key_value_states",
-    "cross_attention_states",
-    "memory",
-    "context",
-    "key",
-    "source",
-    "y",
-    "kv",
-    "keys",
-    "x_kv",
-    "key_value",
-    "enc_output",
-    "encoder_out",
-    "encoder_output",
-    "other",
-)
-_NOT_TOKENS = ("mask", "pos", "type", "label", "length", "cache", "index", "indices", "seg", "doc", "seq", "step")
+__all__ = ["Frame", "ModuleStack"]
 
 
 @dataclass
@@ -54,19 +35,19 @@ class Frame:
     kwargs: dict[str, Any]
     parent: Frame | None = None  # the call that made this one
     output: Any = None  # once it has ended
-    told: bool = False  # whether it, or one that it made, computed attention that was told of, or named as not seen
-    unseen: bool = False  # whether it computed attention that could not be read
-    changed: bool = False  # whether heads of attention by hand were changed in it
-    silent: list[str] = field(default_factory=list)  # modules named for attention that it called, and that told nothing
+    told: bool = False  # attention inside it was reported, or named as unreadable
+    unseen: bool = False  # it computed attention that could not be read
+    changed: bool = False  # heads of handwritten attention were changed in it
+    silent: list[str] = field(default_factory=list)  # modules with an attention-like name in it, of which none was seen
 
     def tell(self) -> None:
-        """Something was told of this call, and so of those around it."""
+        """Mark this call, and those around it, as reported."""
         frame: Frame | None = self
         while frame is not None and not frame.told:
             frame.told, frame = True, frame.parent
 
     def given(self, name: str) -> Any:
-        """An argument of the call by its name, wherever it stands; None where there is none."""
+        """An argument of the call by its name, positional or keyword; None if it was not given."""
         if name in self.kwargs:
             return self.kwargs[name]
         names = _parameters(type(self.module).forward)
@@ -74,15 +55,15 @@ class Frame:
         return self.args[at] if at < len(self.args) else None
 
     def named(self) -> dict[str, Any]:
-        """The arguments of the call by their names; those of `*args` by their numbers."""
+        """The arguments of the call by their names; those of `*args` by their indices."""
         names = _parameters(type(self.module).forward)
         names += tuple(f"*{i}" for i in range(len(names), len(self.args)))
         return dict(zip(names, self.args, strict=False)) | self.kwargs
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """What the first floating-point input of three axes says of tokens: (B, N) or (N, B). Where there is none, an
-        image (B, C, ..., ...) or (B, ..., ..., C): as many tokens as it has pixels."""
+        """The leading sizes of the first floating-point input with three axes: (B, N) or (N, B). If there is none,
+        those of an image (B, C, ..., ...) or (B, ..., ..., C), with as many tokens as it has pixels."""
         given = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
         for x in given:
             if x.dim() == 3:
@@ -102,38 +83,39 @@ class Frame:
         return found
 
     def input(self, batch: int, length: int) -> Tensor | None:
-        """The first floating-point input (batch, length, W); of the call around it, if this is handed heads."""
+        """The first floating-point input (batch, length, W); of the call around it, if this one takes heads."""
         for value in (*self.args, *self.kwargs.values()):
             if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:-1] == (batch, length):
                 return value.detach()
         return self.parent.input(batch, length) if self.parent is not None and self.is_handed_heads() else None
 
     def looks_elsewhere(self) -> bool | None:
-        """Whether this is cross attention, by the arguments of the call; None where they do not tell."""
+        """Whether this is cross attention, by the arguments of the call; None if they do not tell."""
         names = _parameters(type(self.module).forward)
         first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
-        known = [name for name in _OTHERS if name in names]
+        known = [name for name in CROSS_ATTENTION_INPUTS if name in names]
         if not known:
             return None
         others = [other for name in known if isinstance(other := self.given(name), Tensor)]
         return any(not same_input(first, other) for other in others)
 
     def is_handed_heads(self) -> bool:
-        """Whether its inputs are queries, keys and values of heads: it knows nothing of where they come from."""
+        """Whether its inputs are queries, keys and values of heads, so that the input (B, N, W) is not among them."""
         given = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()]
         return sum(x.dim() == 4 for x in given) >= 3
 
     def token_ids(self) -> list[Tensor]:
         """Integer inputs (B, n) that may be token ids."""
-        return [x for name, x in self.named().items() if _is_ids(x) and not any(word in name for word in _NOT_TOKENS)]
+        return [x for name, x in self.named().items() if _is_ids(x) and not any(word in name for word in NOT_TOKEN_IDS)]
 
 
 def same_input(a: object, b: object) -> bool:
-    """Whether two inputs are one, or hold the same: what looks at itself may be handed itself twice."""
+    """Whether two inputs are one tensor, or equal: self attention may be called with the same input twice."""
     if a is b:
         return True
-    both = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
-    return both and torch.equal(a, b)  # type: ignore[arg-type]
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return False
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _is_ids(x: object) -> bool:
@@ -141,7 +123,7 @@ def _is_ids(x: object) -> bool:
 
 
 def in_backward() -> bool:
-    """Whether autograd is at work: what runs then has run before."""
+    """Whether autograd runs a backward pass: a forward in it recomputes a checkpointed layer."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -157,48 +139,48 @@ _SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {}
 
 @dataclass
 class ModuleStack:
-    """The forward calls in progress below `root`, outermost first. Only those of the thread that made this count."""
+    """The forward calls in progress below `root`, outermost first. Calls of other threads are not on the stack."""
 
     root: nn.Module
     stack: list[Frame] = field(default_factory=list)
     forwards: int = 0  # outermost calls so far
     elsewhere: bool = False  # whether another thread ran the model
     on_enter: Callable[[Frame], None] | None = None
-    on_exit: Callable[[Frame, Any], None] | None = None  # with what it returned, if it did
+    on_exit: Callable[[Frame, Any], None] | None = None  # with its output, if it returned
     on_failure: Callable[[], None] | None = None  # an outermost call raised
-    # A module was entered or left in another thread, in the middle of a call of this one: those in progress there.
+    # Called with the names of the modules in progress in another thread, when one starts or ends during a call of ours
     on_elsewhere: Callable[[list[str]], None] | None = None
 
     def __post_init__(self) -> None:
         self.modules = [module for _, module in self.root.named_modules()]
-        # By their tables of hooks, which the replicas of `nn.DataParallel` share with the module that they are made of.
+        # By the id of their dict of hooks, which replicas made by `nn.DataParallel` share with the original module.
         self.names = {id(m._forward_hooks): name or type(m).__name__ for name, m in self.root.named_modules()}
         self.thread = 0
         self.handles: list[Any] = []
         self.entered: set[str] = set()  # names of the modules that were called
-        self.others = threading.local()  # `names`: the modules in progress in another thread
+        self.others = threading.local()  # `names`: the modules in progress in that thread
 
     def install(self) -> None:
-        """Hook into every module below the root that can be; of this thread's calls."""
+        """Register hooks on every module below the root; calls of the current thread will be followed."""
         self.thread = threading.get_ident()
         for module in self.modules:
             if isinstance(module, torch.jit.ScriptModule):
-                continue  # compiled for good: nothing can be seen inside
+                continue  # compiled: nothing can be seen inside
             self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             self.handles.append(module.register_forward_hook(self._leave, always_call=True))
             _keep_hooks_out_of_copies(module)
 
     def remove(self) -> None:
-        """Take the hooks out again."""
+        """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
         for module in self.modules if self.handles else ():
-            _let_copies_be(module)
+            _restore_copying(module)
         self.handles.clear()
         self.stack.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleStack:
-        """Of a copied module that brought its hooks with it, in a way of its own: they do nothing there."""
+        """For modules that copy their hooks with them by their own `__deepcopy__`: the hooks do nothing there."""
         return ModuleStack(nn.Identity())
 
     def __reduce__(self) -> Any:
@@ -215,7 +197,7 @@ class ModuleStack:
         if in_backward():
             return
         if module is self.root:
-            self.stack.clear()  # what an interrupt left behind
+            self.stack.clear()  # an interrupt may have left frames behind
         if not self.stack:
             self.forwards += 1
         parent = self.stack[-1] if self.stack else None
@@ -234,7 +216,7 @@ class ModuleStack:
         if in_backward():
             return
         raised = output is None and sys.exc_info()[0] is not None
-        # A module that raised before its hooks ran leaves its frame behind: drop everything above the one that ends.
+        # A module that raised before its exit hook ran leaves its frame behind: drop all frames above this one.
         while self.stack:
             frame = self.stack.pop()
             if frame.module is module:
@@ -247,7 +229,8 @@ class ModuleStack:
             self.on_failure()
 
     def _elsewhere(self, name: str, entered: bool) -> None:
-        """Another thread runs a part of the model while this one runs the whole. (A call of the whole is its own.)"""
+        """Another thread runs a part of the model while this one runs the model. (A call of the whole model in another
+        thread is independent.)"""
         names: list[str] = self.others.__dict__.setdefault("names", [])
         if entered and not names and (not self.stack or name == self.names[id(self.root._forward_hooks)]):
             return
@@ -261,8 +244,8 @@ class ModuleStack:
             self.on_elsewhere(names)
 
     def current(self, module: nn.Module | None = None) -> Frame | None:
-        """The innermost call in progress, or that of a module; None outside the root, in another thread, and where a
-        checkpointed layer is computed once more for the backward pass."""
+        """The innermost call in progress, or that of a module; None outside the root, in another thread, and while a
+        checkpointed layer is recomputed in the backward pass."""
         if threading.get_ident() != self.thread or in_backward():
             return None
         for frame in reversed(self.stack):
@@ -271,25 +254,27 @@ class ModuleStack:
         return None
 
     def scripted(self) -> list[tuple[str, torch.jit.ScriptModule]]:
-        """The outermost modules of torch.jit, by name, in modules that were called: into them nobody sees."""
-        found: list[tuple[str, torch.jit.ScriptModule]] = []
+        """The outermost torch.jit modules, by name, in modules that were called: hooks do not see into them."""
+        scripted: list[tuple[str, torch.jit.ScriptModule]] = []
         for name, module in self.root.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule) or any(name.startswith(f"{one}.") for one, _ in found):
+            if not isinstance(module, torch.jit.ScriptModule):
+                continue
+            if any(name.startswith(f"{outer}.") for outer, _ in scripted):
                 continue
             around = name.rpartition(".")[0]
             while around and isinstance(self.root.get_submodule(around), (nn.ModuleList, nn.ModuleDict)):
                 around = around.rpartition(".")[0]
             if (around or type(self.root).__name__) in self.entered:
-                found.append((name, module))
-        return found
+                scripted.append((name, module))
+        return scripted
 
     def sizes(self) -> list[tuple[int, int]]:
-        """What the inputs of the calls in progress say of (B, N), innermost first."""
+        """`Frame.sizes` of the calls in progress, innermost first."""
         return [size for frame in reversed(self.stack) for size in frame.sizes]
 
     def ids(self, batch: int, length: int, sure: bool = False) -> Tensor | None:
-        """Token ids (1|B, length) among the inputs of the calls in progress, innermost first; where it has to be
-        `sure`, of calls that are handed one kind of ids alone."""
+        """Token ids (1|B, length) among the inputs of the calls in progress, innermost first. `sure`: only of calls
+        with one tensor of ids."""
         for frame in reversed(self.stack):
             given = frame.token_ids()
             for ids in given if len(given) < 2 or not sure else ():
@@ -298,7 +283,7 @@ class ModuleStack:
         return None
 
 
-# Hooks of ours in copies: modules are copied and pickled by their state, which for the duration is asked of us.
+# Modules are copied and pickled by their state: `__getstate__` on the instance leaves our hooks out of it.
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _ABOUT_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
@@ -311,8 +296,8 @@ def _keep_hooks_out_of_copies(module: nn.Module) -> None:
         module.__dict__["__getstate__"] = partial(_state_without_hooks, module)
 
 
-def _let_copies_be(module: nn.Module) -> None:
-    """The last of our hooks is gone: a module's state is its own again."""
+def _restore_copying(module: nn.Module) -> None:
+    """Remove our `__getstate__` with the last of our hooks."""
     if not any(_is_ours(hook) for name in _HOOKS for hook in module.__dict__[name].values()):
         module.__dict__.pop("__getstate__", None)
 
@@ -322,8 +307,9 @@ def _is_ours(hook: object) -> bool:
 
 
 def _state_without_hooks(module: nn.Module) -> Any:
-    own = getattr(type(module), "__getstate__", None)
-    state = module.__dict__ if own is None or own is getattr(object, "__getstate__", None) else own(module)
+    get_state = getattr(type(module), "__getstate__", None)
+    default = get_state is None or get_state is getattr(object, "__getstate__", None)
+    state = module.__dict__ if default else get_state(module)  # type: ignore[misc]
     if not isinstance(state, dict):
         return state
     state = {name: value for name, value in state.items() if name != "__getstate__"}

@@ -36,15 +36,15 @@ Heads = Mapping[Any, Iterable[int]] | Iterable[Head]  # numbers by layers, or he
 
 
 class Changes(AttentionCapture):
-    """Base of those who change what heads give. Layers are named as `watch` names them, or numbered in call order."""
+    """Base class for changing heads' outputs. Layers are named as `watch` names them, or numbered in call order."""
 
     changes = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         self.order: list[str] = []  # layers, in the order in which they were first called
-        self.places = SequenceTracker(strict=False)
-        self.goes_on = False  # whether the attention that was seen last goes on with its layer's text
+        self.tracker = SequenceTracker(strict=False)
+        self.goes_on = False  # whether the last attention call continued its layer's sequence from a cache
         self.inside = False
 
     def __enter__(self) -> Any:
@@ -59,26 +59,26 @@ class Changes(AttentionCapture):
         return super().__enter__()
 
     def see(self, attention: ObservedCall) -> None:
-        """Give the attention the name that `watch` would."""
-        attention.layer, self.goes_on, _, _ = self.places.place(trimmed(attention))
+        """Name the attention's layer as `watch` does."""
+        attention.layer, self.goes_on, _, _ = self.tracker.place(trimmed(attention))
         if attention.layer not in self.order:
             self.order.append(attention.layer)
 
     def _failed(self) -> None:
         super()._failed()
-        self.places.failed(self.frames.forwards)
+        self.tracker.failed(self.frames.forwards)
 
 
 class ablate(Changes):
-    """Within a `with` block, some heads of a model give something else. Nothing of the model is changed for longer.
+    """Replace the outputs of some heads of a model within a `with` block. Afterwards the model is as before.
 
     Args:
         model: any model that `watch` can see.
         heads: for each layer, by name or by number in call order, the heads to change; or heads one by one, as
             `seen.roles().of("induction")` gives them.
-        mode: "zero": they give 0. "mean": they give their mean over all queries and texts but for padding, of `source`
-            if there is one, else of what the model has read so far: of the same call, and where it goes on with a
-            cache, of those before it. "patch": they give what they gave in `source`, query by query.
+        mode: "zero": their outputs become 0. "mean": the mean of their outputs over all queries that are no padding, of
+            `source` if there is one, else of what the model has read so far: of the same call, and if it continues from
+            a cache, of the calls before it. "patch": their outputs in `source`, query by query.
         source: a record of another run, watched with keep="qkv".
 
     Gradients flow through what is left. The weights that `nn.MultiheadAttention` returns are those of the model.
@@ -119,13 +119,12 @@ class ablate(Changes):
             raise bad_type("heads", expected="layers by name or by number", received=repr(list(heads)))
         self.heads = {layer: head_numbers(f"heads of {layer!r}", which, alone=True) for layer, which in heads.items()}
         self.mode, self.source = mode, source
-        self.places.strict = mode == "patch"
-        self.met: set[str | int] = set()
-        self.come: dict[str, int] = {}  # how far a patched text has come, layer by layer
-        self.sums: dict[
-            str, tuple[Tensor, Tensor]
-        ] = {}  # by layer: the outputs (H, E) of its text so far, and how many
-        self.sums_before: tuple[int, dict[str, tuple[Tensor, Tensor]]] = (-1, {})  # this outermost call
+        self.tracker.strict = mode == "patch"
+        self.met: set[str | int] = set()  # keys of `heads` whose layer was called
+        self.queries_so_far: dict[str, int] = {}  # of a patched sequence, by layer
+        # by layer: the sum of the outputs (H, E) of its sequence so far, and the number of queries
+        self.sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self.sums_before: tuple[int, dict[str, tuple[Tensor, Tensor]]] = (-1, {})  # an outermost call, and them before
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -134,32 +133,32 @@ class ablate(Changes):
         missed = [layer for layer in self.heads if layer not in self.met]
         if error is None and missed:
             ran = ", ".join(self.order) or "none ran in the block"
-            why = [f"{layer!r} ({self.unseen[layer]})" if layer in self.unseen else repr(layer) for layer in missed]
-            raise bad_value("heads", expected=f"layers of the model: {ran}", received=", ".join(why))
+            reasons = [f"{layer!r} ({self.unseen[layer]})" if layer in self.unseen else repr(layer) for layer in missed]
+            raise bad_value("heads", expected=f"layers of the model: {ran}", received=", ".join(reasons))
 
     def change(self, attention: ObservedCall, output: Tensor) -> Tensor:
-        which = self._chosen(attention)
-        if not which:
+        heads = self._heads_of(attention)
+        if not heads:
             return output
         refuse_checkpoints(attention.layer)
         count = output.shape[1]
-        if max(which) >= count:
-            raise bad_value(f"heads of {attention.layer}", expected=f"numbers below {count}", received=which)
+        if max(heads) >= count:
+            raise bad_value(f"heads of {attention.layer}", expected=f"numbers below {count}", received=heads)
         if self.mode == "patch":
-            return _put(output, which, self._patch(attention, output))
+            return _replace_heads(output, heads, self._patch(attention, output))
         if self.mode == "zero":
-            return _put(output, which, torch.zeros_like(output))
+            return _replace_heads(output, heads, torch.zeros_like(output))
         mean = self._mean_so_far(attention, output) if self.source is None else self._mean_of_source(attention, output)
-        return _put(output, which, mean[None, :, None].to(output.dtype).expand_as(output))
+        return _replace_heads(output, heads, mean[None, :, None].to(output.dtype).expand_as(output))
 
     def _mean_so_far(self, attention: ObservedCall, output: Tensor) -> Tensor:
-        """The mean (H, E) over the queries of this call, and over those before it of the text that it goes on with."""
+        """The mean (H, E) over the queries of this call, and over earlier ones of the sequence that it continues."""
         if self.sums_before[0] != attention.forward:
             self.sums_before = attention.forward, dict(self.sums)
-        total, count = _summed(output, padding(attention))
+        total, count = _sum_over_queries(output, padding(attention))
         if self.goes_on and attention.layer in self.sums:
-            before, number = self.sums[attention.layer]
-            total, count = total + before, count + number
+            total_before, count_before = self.sums[attention.layer]
+            total, count = total + total_before, count + count_before
         self.sums[attention.layer] = total.detach(), count
         if int(count) == 1:
             raise bad_value(
@@ -172,10 +171,10 @@ class ablate(Changes):
 
     def _mean_of_source(self, attention: ObservedCall, output: Tensor) -> Tensor:
         """The mean (H, E) over the queries of the source."""
-        theirs = self._of_source(attention.layer, output)
+        output_of_source = self._output_of_source(attention.layer, output)
         assert self.source is not None
-        blank = self.source[attention.layer].last_padding()
-        total, count = _summed(theirs, None if blank is None else blank.to(theirs.device))
+        padding = self.source[attention.layer].last_padding()
+        total, count = _sum_over_queries(output_of_source, None if padding is None else padding.to(output.device))
         return total / count.clamp(min=1)
 
     def _failed(self) -> None:
@@ -183,52 +182,53 @@ class ablate(Changes):
         if self.sums_before[0] == self.frames.forwards:
             self.sums = self.sums_before[1]
 
-    def _chosen(self, attention: ObservedCall) -> list[int]:
-        found: list[int] = []
+    def _heads_of(self, attention: ObservedCall) -> list[int]:
+        """The heads of a layer that are to be changed."""
+        heads: set[int] = set()
         for key in (attention.layer, f"{attention.layer}#0", self.order.index(attention.layer)):
             if key in self.heads:
                 self.met.add(key)
-                found += self.heads[key]
-        return sorted(set(found))
+                heads.update(self.heads[key])
+        return sorted(heads)
 
     def _patch(self, attention: ObservedCall, output: Tensor) -> Tensor:
-        """What the source has for these queries: those of its text, one piece after another."""
-        theirs = self._of_source(attention.layer, output)
+        """The source's outputs for the queries of this call, which may be one chunk of a sequence."""
+        output_of_source = self._output_of_source(attention.layer, output)
         n = output.shape[2]
-        at = self.come.get(attention.layer, 0) if self.goes_on else 0
-        self.come[attention.layer] = at + n
-        part = theirs[:, :, at : at + n]
-        if part.shape != output.shape:
+        first = self.queries_so_far.get(attention.layer, 0) if self.goes_on else 0
+        self.queries_so_far[attention.layer] = first + n
+        chunk = output_of_source[:, :, first : first + n]
+        if chunk.shape != output.shape:
             raise bad_value(
                 f"source of {attention.layer}",
                 expected=f"outputs {shape_of(output)}",
-                received=f"{shape_of(theirs)}, of which queries {at} to {at + n} are wanted",
+                received=f"{shape_of(output_of_source)}, of which queries {first} to {first + n} are wanted",
             )
-        return part
+        return chunk
 
-    def _of_source(self, layer: str, output: Tensor) -> Tensor:
-        """The outputs of a layer in the source, (B, H, N, E) of its own B and N."""
+    def _output_of_source(self, layer: str, output: Tensor) -> Tensor:
+        """The outputs of a layer in the source, (B, H, N, E) with its own B and N."""
         assert self.source is not None
         if layer not in self.source:
             raise bad_value("source", expected=f"a record of {layer}", received=f"one of {self.source.layers}")
-        theirs = self.source[layer]
-        if theirs.texts > 1:
+        record = self.source[layer]
+        if record.texts > 1:
             raise bad_value(
                 "source",
                 expected="a record of one forward, for the outputs of the last alone are kept",
-                received=f"one of {theirs.texts}",
+                received=f"one of {record.texts}",
             )
-        if theirs.output.shape[1::2] != output.shape[1::2]:
+        if record.output.shape[1::2] != output.shape[1::2]:
             raise bad_value(
                 f"source of {layer}",
                 expected=f"heads and their width as in {shape_of(output)}",
-                received=shape_of(theirs.output),
+                received=shape_of(record.output),
             )
-        return theirs.output.to(output)
+        return record.output.to(output)
 
 
 def head_numbers(what: str, which: object, *, alone: bool = False) -> list[int]:
-    """Numbers of heads, from 0, each once, as a list: of a list, a tensor, a range ...; `alone`: or of one by itself.
+    """Numbers of heads as a list, from a list, a tensor, a range ...; `alone`: or from one number by itself.
 
     >>> head_numbers("heads", torch.tensor([3, 1]))
     [3, 1]
@@ -256,7 +256,7 @@ def head_numbers(what: str, which: object, *, alone: bool = False) -> list[int]:
 
 
 def by_layer(heads: Heads) -> Mapping[str | int, Iterable[int]]:
-    """Heads as a mapping from layers to numbers: of one, or of heads one by one.
+    """Heads as a mapping from layers to numbers, from such a mapping or from heads one by one.
 
     >>> from regard.heads import Role
     >>> by_layer([Role("a", 3, "induction"), Role("b", 0, "induction"), Role("a", 1, "induction")])
@@ -279,19 +279,20 @@ def by_layer(heads: Heads) -> Mapping[str | int, Iterable[int]]:
             received=type(heads).__name__,
             remedy='ablate(model, {"layer name": [0, 3]})',
         )
-    found: dict[str | int, list[int]] = {}
-    for one in listed:
-        found.setdefault(one.layer, []).append(one.head)
-    return found
+    numbers: dict[str | int, list[int]] = {}
+    for head in listed:
+        numbers.setdefault(head.layer, []).append(head.head)
+    return numbers
 
 
 def is_heads(heads: list[Any]) -> bool:
-    """Whether these are heads that name their layers."""
-    return bool(heads) and all(hasattr(one, "layer") and hasattr(one, "head") for one in heads)
+    """Whether these are heads with the names of their layers (see `Head`)."""
+    return bool(heads) and all(hasattr(head, "layer") and hasattr(head, "head") for head in heads)
 
 
 def refuse_checkpoints(layer: str) -> None:
-    """Recomputed in the backward pass, where no sense is awake, a layer would forget the change: wrong gradients."""
+    """Raise in a checkpointed layer: it is recomputed in backward, where our hooks are off; gradients would ignore the
+    ablation."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
@@ -304,17 +305,17 @@ def refuse_checkpoints(layer: str) -> None:
         frame = frame.f_back
 
 
-def _put(output: Tensor, heads: list[int], other: Tensor) -> Tensor:
-    """The output with other numbers for some heads, (B, H, N, E)."""
+def _replace_heads(output: Tensor, heads: list[int], other: Tensor) -> Tensor:
+    """The output (B, H, N, E) with some heads taken from `other`."""
     chosen = torch.zeros(output.shape[1], dtype=torch.bool, device=output.device)
     chosen[heads] = True
     return torch.where(chosen[None, :, None, None], other, output)
 
 
-def _summed(output: Tensor, blank: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The sum (H, E) of the outputs (B, H, N, E) of queries that are not padding (B, 1, N), and how many these are."""
+def _sum_over_queries(output: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The sum (H, E) of the outputs (B, H, N, E) over queries that are not `padding` (B, 1, N), and their number."""
     wide = output.to(torch.promote_types(output.dtype, torch.float32))
-    if blank is None:
+    if padding is None:
         return wide.sum((0, 2)), torch.tensor(output.shape[0] * output.shape[2], device=output.device)
-    real = ~blank.expand(output.shape[0], 1, output.shape[2])
+    real = ~padding.expand(output.shape[0], 1, output.shape[2])
     return torch.where(real[..., None], wide, 0.0).sum((0, 2)), real.sum()

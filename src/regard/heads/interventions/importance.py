@@ -1,4 +1,4 @@
-"""How much a model needs each head: by gradients (Michel et al. 2019), or by leaving one out after another.
+"""How much a model needs each head: by gradients (Michel et al. 2019), or by leaving out one head at a time.
 
 Letters: B batch, H query heads.
 """
@@ -31,11 +31,11 @@ class Importance(PerHead):
     examples: int
 
     def ranked(self) -> list[tuple[str, int, float]]:
-        """(layer, head, score), the least needed first; heads that were not asked about (NaN) are left out."""
+        """(layer, head, score), the least needed first; heads without a score (NaN) are left out."""
         return sorted((row for row in self.rows() if not math.isnan(row[2])), key=lambda row: row[2])
 
     def least(self, count: int) -> dict[str, list[int]]:
-        """The heads that are needed least, as `prune` and `ablate` take them; every layer keeps one head at least."""
+        """The `count` heads that are needed least, as `prune` and `ablate` take them; every layer keeps one head."""
         ranked = [layer for layer, _, _ in self.ranked()]
         most = sum(min(ranked.count(layer), len(s) - 1) for layer, s in self.scores.items())
         if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= most:
@@ -58,7 +58,7 @@ class Importance(PerHead):
 
 
 class _Gates(Changes):
-    """Multiplies the output of each head of each text by a gate of 1, and remembers the gates."""
+    """Multiplies the output of each head, for each item of the batch, by a gate of 1, and keeps the gates."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -78,51 +78,30 @@ def importance(
     on the head's output.
 
     Args:
-        model: any model that `watch` can see; in evaluation, or without dropout, the answer is exact.
-        loss_fn: `loss_fn(model, batch)` gives the losses of a batch: one for each example (B,), or their mean.
+        model: any model that `watch` can see; in eval mode, or without dropout, the result is exact.
+        loss_fn: `loss_fn(model, batch)` returns the losses of a batch: one for each example (B,), or their mean.
         batches: what `loss_fn` takes, one after another.
         normalize: divide the scores of each layer by their l2 norm, as the paper does.
-        progress: a bar on a terminal.
+        progress: show a progress bar on a terminal.
 
     >>> import regard
     >>> layer = regard.MultiHeadAttention(16, num_heads=2)
-    >>> found = importance(layer, lambda model, x: model(x).square().mean((1, 2)), [torch.randn(3, 5, 16)])
-    >>> found["MultiHeadAttention"].shape, found.examples
+    >>> result = importance(layer, lambda model, x: model(x).square().mean((1, 2)), [torch.randn(3, 5, 16)])
+    >>> result["MultiHeadAttention"].shape, result.examples
     (torch.Size([2]), 3)
     """
     sums: dict[str, Tensor] = {}
     examples = 0
     for batch in track(batches, "importance", progress):
         with torch.enable_grad(), _Gates(model) as gates:
-            loss = _loss(loss_fn(model, batch))
+            loss = _check_loss(loss_fn(model, batch))
             if not gates.gates:
                 raise bad_value("loss_fn", expected="one that runs the model", received="no attention was computed")
-            if not loss.requires_grad:
-                raise bad_value(
-                    "loss_fn",
-                    expected="a loss with a gradient",
-                    received="one without",
-                    remedy="no `no_grad`, `detach` or `argmax` on the way to it",
-                )
-            flat = [gate for several in gates.gates.values() for gate in several]
-            grads = iter(torch.autograd.grad(loss.sum(), flat, allow_unused=True))
-        size = flat[0].shape[0]
-        for layer, several in gates.gates.items():
-            found = [torch.zeros_like(gate) if (d := next(grads)) is None else d for gate in several]
-            if len({d.shape for d in found}) > 1:
-                raise bad_value(
-                    layer, expected="one batch size within a batch", received="several calls of other sizes"
-                )
-            if loss.dim() and len(loss) != len(found[0]):
-                raise bad_value(
-                    "loss_fn",
-                    expected=f"a loss for each of the {len(found[0])} examples of {layer}",
-                    received=f"{len(loss)} losses",
-                    remedy="their mean",
-                )
-            total = torch.stack(found).sum(0).abs().sum(0).double()  # (H,)
-            # the gradient of a mean over B examples is 1 / B of each example's own
-            sums[layer] = sums.get(layer, 0) + total * (size if loss.dim() == 0 else 1)
+            size = next(iter(gates.gates.values()))[0].shape[0]
+            for layer, gradients in _gate_gradients(loss, gates.gates).items():
+                # the gradient of a mean over B examples is 1 / B of that of each example
+                total = gradients.abs().sum(0).double() * (size if loss.dim() == 0 else 1)  # (H,)
+                sums[layer] = sums.get(layer, 0) + total
         examples += size
     if not examples:
         raise bad_value("batches", expected="one at least", received="none")
@@ -130,6 +109,33 @@ def importance(
     if normalize:
         scores = {layer: s / s.norm().clamp(min=1e-20) for layer, s in scores.items()}
     return Importance(scores, examples)
+
+
+def _gate_gradients(loss: Tensor, gates: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+    """The gradient (B, H) of the loss by the gates of each layer, summed over the calls of the layer."""
+    if not loss.requires_grad:
+        raise bad_value(
+            "loss_fn",
+            expected="a loss with a gradient",
+            received="one without",
+            remedy="no `no_grad`, `detach` or `argmax` on the way to it",
+        )
+    all_gates = [gate for of_layer in gates.values() for gate in of_layer]
+    gradients = iter(torch.autograd.grad(loss.sum(), all_gates, allow_unused=True))
+    sums: dict[str, Tensor] = {}
+    for layer, of_layer in gates.items():
+        of_calls = [torch.zeros_like(gate) if (d := next(gradients)) is None else d for gate in of_layer]
+        if len({d.shape for d in of_calls}) > 1:
+            raise bad_value(layer, expected="one batch size within a batch", received="several calls of other sizes")
+        if loss.dim() and len(loss) != len(of_calls[0]):
+            raise bad_value(
+                "loss_fn",
+                expected=f"a loss for each of the {len(of_calls[0])} examples of {layer}",
+                received=f"{len(loss)} losses",
+                remedy="their mean",
+            )
+        sums[layer] = torch.stack(of_calls).sum(0)
+    return sums
 
 
 def leave_one_out(
@@ -140,8 +146,8 @@ def leave_one_out(
     heads: Heads | None = None,
     progress: bool = True,
 ) -> Importance:
-    """How much the mean loss over all examples rises without each head: the model is run once for each head (or each of
-    `heads`, given as to `ablate`; the others' score is NaN).
+    """How much the mean loss over all examples rises without each head: the model is run once for each head, or for
+    each of `heads`, given as to `ablate` (the score of the others is NaN).
 
     >>> import regard
     >>> layer = regard.MultiHeadAttention(16, num_heads=2)
@@ -157,39 +163,39 @@ def leave_one_out(
         heads_of: dict[str, int] = {}
         for batch in batches:
             with _Counting(model) as counting:
-                losses.append(_loss(loss_fn(model, batch)).mean().item())
+                losses.append(_check_loss(loss_fn(model, batch)).mean().item())
             if not counting.shapes:
                 raise bad_value("loss_fn", expected="one that runs the model", received="no attention was computed")
             sizes.append(next(iter(counting.shapes.values()))[0])
             heads_of |= {layer: shape[1] for layer, shape in counting.shapes.items()}
-        whole = _mean(losses, sizes)
+        intact = _mean(losses, sizes)
         scores = {layer: torch.full((count,), float("nan")) for layer, count in heads_of.items()}
-        for layer, head in track(_jobs(heads, heads_of), "leaving one out", progress):
+        for layer, head in track(_heads_to_leave_out(heads, heads_of), "leaving one out", progress):
             with ablate(model, {layer: [head]}):
-                without = [_loss(loss_fn(model, batch)).mean().item() for batch in batches]
-            scores[layer][head] = _mean(without, sizes) - whole
+                without = [_check_loss(loss_fn(model, batch)).mean().item() for batch in batches]
+            scores[layer][head] = _mean(without, sizes) - intact
     return Importance(scores, sum(sizes))
 
 
-def _jobs(heads: Heads | None, layers: dict[str, int]) -> list[tuple[str, int]]:
-    """The heads to leave out: all, or those that were asked for, by the layers' own names."""
+def _heads_to_leave_out(heads: Heads | None, layers: dict[str, int]) -> list[tuple[str, int]]:
+    """(layer, head) of all heads, or of those that were asked for. `layers`: the number of heads of each layer."""
     if heads is None:
         return [(layer, head) for layer, count in layers.items() for head in range(count)]
     names: dict[object, str] = {f"{name}#0": name for name in layers}
     names |= {name: name for name in layers} | dict(enumerate(layers))
-    jobs: list[tuple[str, int]] = []
-    for key, which in by_layer(heads).items():
+    selected: list[tuple[str, int]] = []
+    for key, numbers in by_layer(heads).items():
         if key not in names or isinstance(key, bool):
             raise bad_value("heads", expected=f"layers of the model: {', '.join(layers)}", received=repr(key))
-        layer, chosen = names[key], head_numbers(f"heads of {key!r}", which, alone=True)
-        if any(head >= layers[layer] for head in chosen):
-            raise bad_value(f"heads of {layer}", expected=f"numbers below {layers[layer]}", received=chosen)
-        jobs += [(layer, head) for head in chosen]
-    return jobs
+        layer, of_layer = names[key], head_numbers(f"heads of {key!r}", numbers, alone=True)
+        if any(head >= layers[layer] for head in of_layer):
+            raise bad_value(f"heads of {layer}", expected=f"numbers below {layers[layer]}", received=of_layer)
+        selected += [(layer, head) for head in of_layer]
+    return selected
 
 
 class _Counting(Changes):
-    """Learns how many texts and heads each layer has."""
+    """Notes the batch size and number of heads of each layer."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -201,11 +207,11 @@ class _Counting(Changes):
 
 
 def _mean(losses: list[float], sizes: list[int]) -> float:
-    """The mean over all examples, of the means of batches."""
+    """The mean over all examples, from the means of batches."""
     return sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
 
 
-def _loss(loss: object) -> Tensor:
+def _check_loss(loss: object) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim() > 1 or not loss.is_floating_point():
         received = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise bad_type("loss_fn", expected="a loss for each example (B,), or their mean", received=received)

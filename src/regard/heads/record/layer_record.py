@@ -20,7 +20,7 @@ from torch import Tensor
 from regard.errors import bad_type, bad_value, printable
 from regard.heads.record.sequences import SequenceRecord, joined, plus, remeasured, sums, weights_of
 from regard.heads.record.table import scalars
-from regard.measures import Measure, MeasureLike, as_measures
+from regard.measures import Heatmap, Measure, MeasureLike, as_measures
 
 __all__ = ["LayerRecord"]
 
@@ -60,6 +60,11 @@ class LayerRecord:
     def heads(self) -> int:
         """H"""
         return self._sequence.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, N, M) of the last sequence."""
+        return self.batch_size, self.heads, self.num_queries, self.num_keys
 
     @property
     def batch_size(self) -> int:
@@ -323,6 +328,11 @@ class LayerRecord:
                 )
         self._check_kept()
         return remeasured(self._sequence, several, slots=include_padding)
+
+    def pooled_weights(self, rows: int, cols: int) -> Tensor:
+        """Sums of weights over at most (rows, cols) cells, (B, H, rows, cols), padding included. Needs keep="qk"."""
+        self._check_kept()
+        return remeasured(self._sequence, [Heatmap(rows, cols)], slots=True)["heatmap"]
 
     @property
     def exact(self) -> bool:

@@ -1,7 +1,7 @@
-"""A record in a file: one safetensors file, which says in its metadata what the tensors are (docs/records.md).
+"""Save and load a record: one safetensors file, whose metadata describes the tensors (docs/records.md).
 
-What was kept of q and k is not written: it is as large as the model's own cache. What is read is compared with what the
-format says before anything is made of it: a file is a whole record, or it is refused in words.
+Kept q and k are not written: they are as large as the model's cache. Everything read is checked against the format
+before it is used: a file is a complete record, or it is refused with a message that says what is wrong.
 
 Letters: B batch, H query heads, N queries, M keys.
 """
@@ -56,26 +56,26 @@ def load(path: str | PathLike[str]) -> Record:
     """Read a record that `save` wrote: its measures, table and roles are there; `weights` are not.
 
     Raises:
-        ValueError: where the file is not a whole record, with the path and what is wrong.
+        ValueError: if the file is not a complete record, with the path and what is wrong.
     """
     from regard.heads.record.record import Record
 
     what = "a file that a record's `save` wrote"
     with open_safetensors(path, what) as file:
-        said = (file.metadata() or {}).get("regard.record")
-        if said is None:
+        metadata = (file.metadata() or {}).get("regard.record")
+        if metadata is None:
             raise bad_value(str(path), expected=what, received="another safetensors file")
-        about = parse_json(said, path, what)
+        about = parse_json(metadata, path, what)
         try:
             _check_version(about)
             stored = _tensors_of(file)
             layers = _objects("layers", about.get("layers"), most=LAYERS)
             record = Record()
-            for i, layer in enumerate(layers):
-                made = _layer(f"layers[{i}]", layer, stored.pop(str(i), {}))
-                if made.name in record.by_name:
-                    raise bad_value(f"layers[{i}].name", expected="names that differ", received=short(made.name))
-                record.by_name[made.name] = made
+            for i, description in enumerate(layers):
+                layer = _layer(f"layers[{i}]", description, stored.pop(str(i), {}))
+                if layer.name in record.by_name:
+                    raise bad_value(f"layers[{i}].name", expected="names that differ", received=short(layer.name))
+                record.by_name[layer.name] = layer
             if stored:
                 raise bad_value("tensors", expected=f"those of {len(layers)} layers", received=short(min(stored)))
             unseen = about.get("unseen", {})
@@ -97,29 +97,29 @@ def _check_version(about: Any) -> None:
 
 def _objects(what: str, value: Any, most: int) -> list[dict[str, Any]]:
     """A list of objects."""
-    if not isinstance(value, list) or not all(isinstance(one, dict) for one in value):
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise bad_type(what, expected="a list of objects", received=short(value))
     if len(value) > most:
         raise bad_value(what, expected=f"at most {most}", received=len(value))
     return value
 
 
-def _tokens(said: Any, pair: bool) -> Any:
-    """A list of tokens, one for each text of a batch, or a pair of those: of source and target."""
+def _tokens(value: Any, pair: bool) -> Any:
+    """A list of tokens, a list for each text of a batch, or a pair of those (source, target)."""
 
-    def deep(what: str, value: Any, depth: int) -> Any:
+    def nested(value: Any, depth: int) -> Any:
         if isinstance(value, list) and depth:
-            return [deep(what, one, depth - 1) for one in value]
+            return [nested(item, depth - 1) for item in value]
         if isinstance(value, (str, int, type(None))):
             return value
-        raise bad_type(what, expected="tokens in a list, or in a list for each text", received=short(value))
+        raise bad_type("tokens", expected="tokens in a list, or in a list for each text", received=short(value))
 
-    if said is None:
+    if value is None:
         return None
-    if not isinstance(said, list) or (pair and len(said) != 2):
-        raise bad_type("tokens", expected="two lists, for they are a pair" if pair else "a list", received=short(said))
-    made = deep("tokens", said, 3 if pair else 2)
-    return tuple(made) if pair else made
+    if not isinstance(value, list) or (pair and len(value) != 2):
+        raise bad_type("tokens", expected="two lists, for they are a pair" if pair else "a list", received=short(value))
+    tokens = nested(value, 3 if pair else 2)
+    return tuple(tokens) if pair else tokens
 
 
 class _Stored(NamedTuple):
@@ -131,7 +131,7 @@ class _Stored(NamedTuple):
     dtype: str
 
     def read(self, shape: tuple[int | None, ...], kinds: tuple[str, ...], more: bool = False) -> Tensor:
-        """The numbers, where shape (None: any size; `more`: further axes may follow) and type are these."""
+        """The tensor, if its shape and dtype are these (None: any size; `more`: further axes may follow)."""
         fits = len(self.shape) == len(shape) or (more and len(self.shape) > len(shape))
         fits = fits and all(want in (None, size) for want, size in zip(shape, self.shape, strict=False))
         if not fits or self.dtype not in kinds:
@@ -139,7 +139,7 @@ class _Stored(NamedTuple):
             raise bad_value(
                 self.name, expected=f"({sizes}) of {' or '.join(kinds)}", received=f"{self.shape} of {self.dtype}"
             )
-        mapped = self.file.get_tensor(self.name)  # (it would change with the file)
+        mapped = self.file.get_tensor(self.name)  # memory-mapped: it would change with the file
         return mapped.view(torch.uint8) != 0 if self.dtype == "BOOL" else mapped.clone()
 
 
@@ -149,157 +149,175 @@ _AXES = ("query", "choice", "key", "mean", "sum", "map")  # (see `measures.Measu
 
 def _tensors_of(file: Any) -> dict[str, dict[str, _Stored]]:
     """The tensors of each layer, by the layer's number and the rest of the name."""
-    found: dict[str, dict[str, _Stored]] = {}
+    tensors: dict[str, dict[str, _Stored]] = {}
     for name in file.keys():  # noqa: SIM118 (it is no mapping)
-        part = file.get_slice(name)
-        layer, _, own = name.partition("/")
-        found.setdefault(layer, {})[own] = _Stored(file, name, tuple(part.get_shape()), str(part.get_dtype()))
-    return found
+        header = file.get_slice(name)
+        layer, _, rest = name.partition("/")
+        tensors.setdefault(layer, {})[rest] = _Stored(file, name, tuple(header.get_shape()), str(header.get_dtype()))
+    return tensors
 
 
 def _described(layer: LayerRecord) -> dict[str, Any]:
-    made = [
+    """A layer in the metadata."""
+    taken = [
         {
-            "measure": type(one).__name__ if type(one) is getattr(measures, type(one).__name__, None) else "",
-            "gives": one.gives,
-            "options": {k: v for k, v in vars(one).items() if isinstance(v, (int, float, str))},
-            **({"names": list(one.names)} if isinstance(one, Tokens) else {}),
+            "measure": type(measure).__name__ if type(measure) is _OWN.get(type(measure).__name__) else "",
+            "gives": measure.gives,
+            "options": {k: v for k, v in vars(measure).items() if isinstance(v, (int, float, str))},
+            **({"names": list(measure.names)} if isinstance(measure, Tokens) else {}),
         }
-        for one in layer.measures
+        for measure in layer.measures
     ]
-    assert layer.text is not None
-    said = {"name": layer.name, "kind": layer.kind, "texts": layer.texts, "measures": made}
-    said |= {
-        "batch": layer.text.shape[0],
-        "heads": layer.heads,
-        "queries": layer.text.queries,
-        "keys": layer.text.total,
-    }
-    return said | ({"uniform": _described(layer.uniform)} if layer.uniform is not None else {})
+    description = {"name": layer.name, "kind": layer.kind, "texts": layer.texts, "measures": taken}
+    sizes = {"batch": layer.batch_size, "heads": layer.heads, "queries": layer.num_queries, "keys": layer.num_keys}
+    uniform = {} if layer.uniform is None else {"uniform": _described(layer.uniform)}
+    return description | sizes | uniform
 
 
 def _tensors(layer: LayerRecord) -> dict[str, Tensor]:
     """`last/...` of the last text, `sum/...` and `count/...` of those before it, `uniform/...` of the baseline."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in layer.last().items():
         if isinstance(value, TopLinks):
-            found |= {f"last/{name}.keys": value.keys, f"last/{name}.weights": value.weights}
+            tensors |= {f"last/{name}.keys": value.keys, f"last/{name}.weights": value.weights}
         else:
-            found[f"last/{name}"] = value
-    found["seen"] = layer.last_seen()
-    padding = layer.last_padding()
-    if padding is not None:
-        found["padding"] = padding
-    if layer.text is not None and layer.text.key_padding is not None:
-        found["key_padding"] = layer.text.key_padding
-    found |= {f"counted/{name}": counted for name, counted in layer.last_counted().items()}
-    found |= {f"sum/{name}": total for name, total in layer.sums.items()}
-    found |= {f"count/{name}": torch.as_tensor(count) for name, count in layer.counts_of_sums.items()}
+            tensors[f"last/{name}"] = value
+    tensors["seen"] = layer.last_seen()
+    for name, padding in (("padding", layer.last_padding()), ("key_padding", layer.key_padding)):
+        if padding is not None:
+            tensors[name] = padding
+    tensors |= {f"counted/{name}": counted for name, counted in layer.last_counted().items()}
+    tensors |= {f"sum/{name}": total for name, total in layer.sums.items()}
+    tensors |= {f"count/{name}": torch.as_tensor(count) for name, count in layer.counts_of_sums.items()}
     if layer.uniform is not None:
-        found |= {f"uniform/{name}": tensor for name, tensor in _tensors(layer.uniform).items()}
-    return found
+        tensors |= {f"uniform/{name}": tensor for name, tensor in _tensors(layer.uniform).items()}
+    return tensors
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a layer's last text."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+
+    @property
+    def per_query(self) -> tuple[int, int, int]:
+        """(B, H, N)"""
+        return self.batch, self.heads, self.queries
 
 
 def _layer(
-    what: str, said: dict[str, Any], stored: dict[str, _Stored], outer: LayerRecord | None = None
+    what: str, description: dict[str, Any], stored: dict[str, _Stored], *, is_baseline: bool = False
 ) -> LayerRecord:
-    """One layer; or, of `outer`, its baseline."""
-    from regard.heads.record.record import LayerRecord
-    from regard.heads.record.sequences import Chunk, SequenceRecord
+    """One layer, or its baseline."""
+    from regard.heads.record.layer_record import LayerRecord
 
-    kind = word(f"{what}.kind", said.get("kind"))
+    kind = word(f"{what}.kind", description.get("kind"))
     if kind not in ("self", "cross"):
         raise bad_value(f"{what}.kind", expected="self or cross", received=short(kind))
-    taken = [
-        _measure(f"{what}.measures[{i}]", one)
-        for i, one in enumerate(_objects(f"{what}.measures", said.get("measures"), most=1000))
-    ]
-    names = [name for one in taken for name in one.gives]
-    if len(set(names)) < len(names):
-        raise bad_value(f"{what}.measures", expected="one of each name", received=short(names))
-    layer = LayerRecord(word(f"{what}.name", said.get("name")), kind, taken)  # type: ignore[arg-type]
-    layer.texts = integer(f"{what}.texts", said.get("texts"))
-    batch, heads, queries = (integer(f"{what}.{size}", said.get(size)) for size in ("batch", "heads", "queries"))
-    keys = integer(f"{what}.keys", said.get("keys"), least=0, most=WIDTH)
-    if outer is not None and heads != 1:
-        raise bad_value(f"{what}.heads", expected="1, for it is one head whose weights are equal", received=heads)
-    if "seen" not in stored:
-        raise bad_value(what, expected="the tensor 'seen'", received="none")
-    per_query = (batch, heads, queries)
-    seen = stored.pop("seen").read(per_query, _FLAGS)  # (so large is what follows at most: it is in the file)
-    padding = stored.pop("padding").read((batch, 1, queries), _FLAGS) if "padding" in stored else None
-    key_padding = stored.pop("key_padding").read((batch, keys), _FLAGS) if "key_padding" in stored else None
-
-    def under(folder: str) -> dict[str, _Stored]:
-        return {name.removeprefix(folder): stored.pop(name) for name in list(stored) if name.startswith(folder)}
-
-    parts, sums, counts = under("last/"), under("sum/"), under("count/")
-    values: dict[str, Any] = {}
-    for one in taken:
-        for name, axis in one.gives.items():
-            value = _value(one, name, axis, parts, per_query, keys)
-            if value is not None:
-                values[name] = value
-    counted = {name: one.read(per_query, _FLAGS) for name, one in under("counted/").items()}
-    if strange := sorted({*parts, *(counted.keys() - values.keys())}):
-        raise bad_value(what, expected=f"what was measured: {short(names)}", received=short(strange[0]))
-    layer.text = SequenceRecord((batch, heads), total=keys, key_padding=key_padding)
-    layer.text.pieces.append(Chunk(queries, [slice(0, keys)], Measurements(values, seen, counted), padding))
-    if (layer.texts > 1) != bool(counts) or (counts and counts.keys() - {""} != sums.keys()) or (sums and not counts):
-        raise bad_value(
-            what,
-            expected=f"a sum and a count of each measure, for there were {layer.texts} texts",
-            received=f"sums {short(sorted(sums))}, counts {short(sorted(counts))}",
-        )
-    layer.sums = {name: _sum(one, name, layer, values) for name, one in sums.items()}
-    layer.counts_of_sums = {
-        name: _not_negative(one.read((heads,), _INTEGERS), one.name) for name, one in counts.items()
-    }
-    below = under("uniform/")
-    if outer is None and "uniform" in said:
-        if not isinstance(said["uniform"], dict):
-            raise bad_type(f"{what}.uniform", expected="an object", received=short(said["uniform"]))
-        layer.uniform = _layer(f"{what}.uniform", said["uniform"], below, layer)
-    elif below or "uniform" in said:
+    measures = _measures(f"{what}.measures", description.get("measures"))
+    layer = LayerRecord(word(f"{what}.name", description.get("name")), kind, measures)  # type: ignore[arg-type]
+    layer.texts = integer(f"{what}.texts", description.get("texts"))
+    sizes = _Sizes(
+        *(integer(f"{what}.{size}", description.get(size)) for size in ("batch", "heads", "queries")),
+        keys=integer(f"{what}.keys", description.get("keys"), least=0, most=WIDTH),
+    )
+    if is_baseline and sizes.heads != 1:
+        raise bad_value(f"{what}.heads", expected="1, for it is one head whose weights are equal", received=sizes.heads)
+    _read_last_text(what, layer, sizes, stored)
+    _read_sums(what, layer, sizes.heads, stored)
+    below = _take(stored, "uniform/")
+    if "uniform" in description and not is_baseline:
+        if not isinstance(description["uniform"], dict):
+            raise bad_type(f"{what}.uniform", expected="an object", received=short(description["uniform"]))
+        layer.uniform = _layer(f"{what}.uniform", description["uniform"], below, is_baseline=True)
+    elif below or "uniform" in description:
         raise bad_value(what, expected="one baseline, described and with its tensors", received="another")
     if stored:
         raise bad_value(what, expected="tensors that the format knows", received=short(min(stored)))
     return layer
 
 
-def _value(
-    one: Measure, name: str, axis: str, parts: dict[str, _Stored], per_query: tuple[int, int, int], keys: int
-) -> Any:
-    """What a measure gave for the last text, taken out of `parts`; None where it gave nothing."""
-    batch, heads, _ = per_query
-    if isinstance(one, Links) or f"{name}.keys" in parts:
-        halves = [parts.pop(f"{name}.{half}", None) for half in ("keys", "weights")]
-        if halves == [None, None]:
+def _take(stored: dict[str, _Stored], prefix: str) -> dict[str, _Stored]:
+    """The tensors whose names begin with a prefix, taken out of `stored`, by the rest of their names."""
+    return {name.removeprefix(prefix): stored.pop(name) for name in list(stored) if name.startswith(prefix)}
+
+
+def _read_last_text(what: str, layer: LayerRecord, sizes: _Sizes, stored: dict[str, _Stored]) -> None:
+    """Set the layer's last text, as one chunk."""
+    from regard.heads.record.sequences import Chunk, SequenceRecord
+
+    if "seen" not in stored:
+        raise bad_value(what, expected="the tensor 'seen'", received="none")
+    seen = stored.pop("seen").read(sizes.per_query, _FLAGS)  # so large is what follows at most: it is in the file
+    padding = key_padding = None
+    if "padding" in stored:
+        padding = stored.pop("padding").read((sizes.batch, 1, sizes.queries), _FLAGS)
+    if "key_padding" in stored:
+        key_padding = stored.pop("key_padding").read((sizes.batch, sizes.keys), _FLAGS)
+    last = _take(stored, "last/")
+    values: dict[str, Any] = {}
+    for measure in layer.measures:
+        for name, axis in measure.gives.items():
+            value = _value(measure, name, axis, last, sizes)
+            if value is not None:
+                values[name] = value
+    counted = {name: tensor.read(sizes.per_query, _FLAGS) for name, tensor in _take(stored, "counted/").items()}
+    if unknown := sorted({*last, *(counted.keys() - values.keys())}):
+        names = short([name for measure in layer.measures for name in measure.gives])
+        raise bad_value(what, expected=f"what was measured: {names}", received=short(unknown[0]))
+    layer.text = SequenceRecord((sizes.batch, sizes.heads), total=sizes.keys, key_padding=key_padding)
+    measurements = Measurements(values, seen, counted)
+    layer.text.pieces.append(Chunk(sizes.queries, [slice(0, sizes.keys)], measurements, padding))
+
+
+def _read_sums(what: str, layer: LayerRecord, heads: int, stored: dict[str, _Stored]) -> None:
+    """Set the layer's sums over the texts before the last one, and their counts."""
+    sums, counts = _take(stored, "sum/"), _take(stored, "count/")
+    if (layer.texts > 1) != bool(counts) or (counts and counts.keys() - {""} != sums.keys()) or (sums and not counts):
+        raise bad_value(
+            what,
+            expected=f"a sum and a count of each measure, for there were {layer.texts} texts",
+            received=f"sums {short(sorted(sums))}, counts {short(sorted(counts))}",
+        )
+    values = layer.text.pieces[0].found.values  # type: ignore[union-attr]
+    layer.sums = {name: _sum(tensor, name, layer, values) for name, tensor in sums.items()}
+    read = {name: (tensor.read((heads,), _INTEGERS), tensor.name) for name, tensor in counts.items()}
+    layer.counts_of_sums = {name: _not_negative(count, path) for name, (count, path) in read.items()}
+
+
+def _value(measure: Measure, name: str, axis: str, last: dict[str, _Stored], sizes: _Sizes) -> Any:
+    """What a measure gave for the last text, taken out of `last`; None if it gave nothing."""
+    if isinstance(measure, Links) or f"{name}.keys" in last:
+        keys, weights = (last.pop(f"{name}.{field}", None) for field in ("keys", "weights"))
+        if keys is None and weights is None:
             return None
-        if halves[0] is None or halves[1] is None or halves[0].shape != halves[1].shape:
+        if keys is None or weights is None or keys.shape != weights.shape:
             raise bad_value(f"last/{name}", expected="keys and weights of one shape", received="others")
-        chosen = halves[0].read((*per_query, None), _INTEGERS)
-        return TopLinks(_within(chosen, keys, halves[0].name), halves[1].read((*per_query, None), _FLOATS))
-    if name not in parts:
+        indices = keys.read((*sizes.per_query, None), _INTEGERS)
+        return TopLinks(_key_indices(indices, sizes.keys, keys.name), weights.read((*sizes.per_query, None), _FLOATS))
+    if name not in last:
         return None
-    part = parts.pop(name)
+    tensor = last.pop(name)
     if axis == "choice":
-        return _within(part.read(per_query, _INTEGERS), keys, part.name)
+        return _key_indices(tensor.read(sizes.per_query, _INTEGERS), sizes.keys, tensor.name)
     if axis == "query":
-        shape = (*per_query, len(one.names)) if isinstance(one, Tokens) else per_query
-        return part.read(shape, _FLOATS, more=isinstance(one, Stored))
+        shape = (*sizes.per_query, len(measure.names)) if isinstance(measure, Tokens) else sizes.per_query
+        return tensor.read(shape, _FLOATS, more=isinstance(measure, Stored))
     if axis == "key":
-        return part.read((batch, heads, keys), _FLOATS)
-    if isinstance(one, Offsets):
-        return part.read((batch, heads, one.before + 1 + one.after), _FLOATS)
-    return part.read((batch, heads), _FLOATS, more=True)
+        return tensor.read((sizes.batch, sizes.heads, sizes.keys), _FLOATS)
+    if isinstance(measure, Offsets):
+        return tensor.read((sizes.batch, sizes.heads, measure.before + 1 + measure.after), _FLOATS)
+    return tensor.read((sizes.batch, sizes.heads), _FLOATS, more=True)
 
 
-def _within(chosen: Tensor, keys: int, name: str) -> Tensor:
-    """Numbers of keys, or -1 for none."""
-    if chosen.numel() and not (int(chosen.min()) >= -1 and int(chosen.max()) < keys):
+def _key_indices(indices: Tensor, keys: int, name: str) -> Tensor:
+    """Indices of keys, or -1 for none, checked."""
+    if indices.numel() and not (int(indices.min()) >= -1 and int(indices.max()) < keys):
         raise bad_value(name, expected=f"numbers of keys, from -1 to {keys - 1}", received="others")
-    return chosen
+    return indices
 
 
 def _not_negative(count: Tensor, name: str) -> Tensor:
@@ -308,20 +326,20 @@ def _not_negative(count: Tensor, name: str) -> Tensor:
     return count
 
 
-def _sum(part: _Stored, name: str, layer: LayerRecord, values: Mapping[str, Any]) -> Tensor:
-    """A sum over texts: like what one text gives, (H, ...). Of keys and maps there may be more or fewer."""
+def _sum(tensor: _Stored, name: str, layer: LayerRecord, values: Mapping[str, Any]) -> Tensor:
+    """A sum over texts, of the shape (H, ...) of one text's. Along keys and maps the sizes may differ."""
     axis, value = layer.axes.get(name), values.get(name)
     if axis in (None, "choice") or not isinstance(value, Tensor):
-        raise bad_value(part.name, expected="a sum of something that was measured", received=short(name))
-    own = value.shape[1:2] + value.shape[3 if axis == "query" else 2 :]
-    shape = (own[0], *[None] * (len(own) - 1)) if axis in ("key", "map") else tuple(own)
-    if not math.prod(part.shape) and part.shape != tuple(own):
-        raise bad_value(part.name, expected=f"{tuple(own)}, or more", received=part.shape)
-    return part.read(shape, _FLOATS)
+        raise bad_value(tensor.name, expected="a sum of something that was measured", received=short(name))
+    of_last = tuple(value.shape[1:2] + value.shape[3 if axis == "query" else 2 :])
+    shape = (of_last[0], *[None] * (len(of_last) - 1)) if axis in ("key", "map") else of_last
+    if not math.prod(tensor.shape) and tensor.shape != of_last:
+        raise bad_value(tensor.name, expected=f"{of_last}, or more", received=tensor.shape)
+    return tensor.read(shape, _FLOATS)
 
 
 class Stored(Measure):
-    """A measure that is not among regard's own: what it gave is known, not how it was taken."""
+    """A measure that is not one of regard's: its results are known, not how they are computed."""
 
     def __init__(self, gives: dict[str, str]) -> None:
         self.gives = gives  # type: ignore[misc]
@@ -335,11 +353,20 @@ _OWN = {
 }
 
 
-def _measure(what: str, said: dict[str, Any]) -> Measure:
-    gives, options = said.get("gives"), said.get("options", {})
+def _measures(what: str, value: Any) -> list[Measure]:
+    """The measures of a layer, whose results have different names."""
+    measures = [_measure(f"{what}[{i}]", item) for i, item in enumerate(_objects(what, value, most=1000))]
+    names = [name for measure in measures for name in measure.gives]
+    if len(set(names)) < len(names):
+        raise bad_value(what, expected="one of each name", received=short(names))
+    return measures
+
+
+def _measure(what: str, description: dict[str, Any]) -> Measure:
+    gives, options = description.get("gives"), description.get("options", {})
     if not isinstance(gives, dict) or not gives or not all(axis in _AXES for axis in gives.values()):
         raise bad_type(f"{what}.gives", expected=f"names, each with one of {', '.join(_AXES)}", received=short(gives))
-    name = word(f"{what}.measure", said.get("measure"))
+    name = word(f"{what}.measure", description.get("measure"))
     if not name:
         return Stored(gives)
     if name not in _OWN or _OWN[name].gives != gives:
@@ -349,10 +376,10 @@ def _measure(what: str, said: dict[str, Any]) -> Measure:
             received=f"{short(name)}, which gives {short(gives)}",
         )
     if _OWN[name] is Tokens:
-        names = several(f"{what}.names", said.get("names"), word)
+        names = several(f"{what}.names", description.get("names"), word)
         if not names or len(set(names)) < len(names):
             raise bad_value(f"{what}.names", expected="names that differ", received=short(names))
-        return Tokens({one: [0] for one in names})
+        return Tokens({name: [0] for name in names})
     if not isinstance(options, dict):
         raise bad_type(f"{what}.options", expected="an object", received=short(options))
     for option, value in options.items():

@@ -1,7 +1,7 @@
-"""One text as a layer saw it: pieces that continue each other, joined to one.
+"""One sequence as a layer saw it: chunks that continue each other, joined.
 
-A text may come in pieces: a prompt, then token after token from a cache. Here an attention is measured as a piece of
-its text, and what was measured of the pieces is joined, as if the whole had been read at once.
+A sequence may come in chunks: a prompt, then token after token from a cache. Here an attention call is measured as a
+chunk of its sequence, and the measurements of chunks are joined as if the sequence had been read at once.
 
 Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v.
 """
@@ -41,79 +41,80 @@ __all__ = [
     "weights_of",
 ]
 
-DENSE = 2**24  # pairs of a mask of one's own that may be looked at to find padding
+DENSE = 2**24  # pairs of a user's own mask up to which it is evaluated to find padding
 
 
 @dataclass
 class Chunk:
-    """One call of attention within a sequence: how many queries it has, which tokens of the whole text its keys are,
-    and what was measured."""
+    """One attention call of a sequence: its number of queries, which tokens of the sequence its keys are, and what was
+    measured."""
 
     queries: int
-    runs: list[slice]  # of numbers
+    runs: list[slice]  # of `numbers`
     found: Measurements
     padding: Tensor | None = None  # (B, 1, N) True for padding queries; None if there is no padding
-    call: Call | None = None  # with neither k nor v, if it was kept and `Text.keys` have them
-    weights: Tensor | None = None  # (B, H, N, M) if it was kept and the model wrote attention by hand
+    call: Call | None = None  # if it was kept; without k and v if `SequenceRecord.keys` has them
+    weights: Tensor | None = None  # (B, H, N, M) of handwritten attention, if they were kept
     output: Tensor | None = None  # (B, H, N, E) if it was kept
     input: Tensor | None = None  # (B, N, W) if it was kept and known
     projection: Projection | None = None  # where it is known
 
     @property
     def numbers(self) -> Tensor:
-        """Which tokens of the whole text its keys are: (M,)"""
+        """Which tokens of the sequence its keys are: (M,)"""
         device = self.found.seen.device
         return torch.cat([torch.arange(run.start, run.stop, device=device) for run in self.runs or [slice(0, 0)]])
 
     @property
     def counted(self) -> Tensor:
-        """Which queries count in means, (B, H, N): those that see a key, but for padding."""
+        """Which queries count in means, (B, H, N): those that see a key and are no padding."""
         return self.found.seen if self.padding is None else self.found.seen & ~self.padding
 
 
 @dataclass
 class SequenceRecord:
-    """One sequence: pieces that continue each other."""
+    """One sequence: chunks that continue each other."""
 
     shape: tuple[int, int]  # (B, H)
     pieces: list[Chunk] = field(default_factory=list)
-    total: int = 0  # keys so far, those that were dropped from a cache included
+    total: int = 0  # keys so far, including those that a cache has dropped
     ids: Tensor | None = None  # (1|B, total)
     key_padding: Tensor | None = None  # (B, total) True for padding keys; None if there is no padding
     keys: list[Tensor] = field(default_factory=list)  # kept: (B, G, m, D), each key once
     values: list[Tensor] = field(default_factory=list)  # kept: (B, G, m, E), each value once
-    by_key: dict[str, Tensor] = field(default_factory=dict)  # sums of all pieces so far, where there are several
+    by_key: dict[str, Tensor] = field(default_factory=dict)  # measures per key, summed over chunks if there are several
 
     def add(self, piece: Chunk, axes: dict[str, str]) -> None:
-        """One more piece. What it gave to each key is added up at once: kept by pieces it would grow by the square."""
+        """Add a chunk. Measures per key are summed now: kept for each chunk they would take quadratic memory."""
         self.pieces.append(piece)
         if len(self.pieces) == 1:
             return
         for name in [name for name, axis in axes.items() if axis == "key" and name in piece.found.values]:
-            for one in self.pieces if len(self.pieces) == 2 else [piece]:
-                total = one.found.values[name].new_zeros(*one.found.values[name].shape[:2], self.total)
+            for chunk in self.pieces if len(self.pieces) == 2 else [piece]:
+                value = chunk.found.values[name]
+                total = value.new_zeros(*value.shape[:2], self.total)
                 if name in self.by_key:
                     total[..., : self.by_key[name].shape[-1]] = self.by_key[name]
-                total[..., one.numbers] += one.found.values[name]
+                total[..., chunk.numbers] += value
                 self.by_key[name] = total
             piece.found = replace(piece.found, values={k: v for k, v in piece.found.values.items() if k != name})
 
     @property
     def queries(self) -> int:
-        """N of all pieces together."""
+        """N of all chunks together."""
         return sum(piece.queries for piece in self.pieces)
 
     @property
     def padding(self) -> Tensor | None:
-        """True for padding queries, (B, N) of all pieces; None if there is no padding."""
+        """True for padding queries, (B, N) of all chunks; None if there is no padding."""
         if all(piece.padding is None for piece in self.pieces):
             return None
-        blank = [piece.found.seen.new_zeros(self.shape[0], 1, piece.queries) for piece in self.pieces]
-        parts = [b if p.padding is None else p.padding.expand_as(b) for p, b in zip(self.pieces, blank, strict=True)]
-        return torch.cat(parts, 2)[:, 0]
+        none = [piece.found.seen.new_zeros(self.shape[0], 1, piece.queries) for piece in self.pieces]
+        pairs = zip(self.pieces, none, strict=True)
+        return torch.cat([n if p.padding is None else p.padding.expand_as(n) for p, n in pairs], 2)[:, 0]
 
     def place_padding(self, attention: ObservedCall, padding: Tensor | None) -> None:
-        """Note which keys are padding, as the next piece shows it, whose padding queries (B, 1, N) are these."""
+        """Update which keys are padding from the next chunk, whose padding queries (B, 1, N) are given."""
         batch, _, n, m = attention.shape
         if attention.kind == "cross" or (not self.pieces and n < m):
             if not self.pieces:
@@ -122,12 +123,12 @@ class SequenceRecord:
             return
         if padding is None and self.key_padding is None:
             return
-        blank = torch.zeros(batch, self.total, dtype=torch.bool, device=attention.device)
+        key_padding = torch.zeros(batch, self.total, dtype=torch.bool, device=attention.device)
         if self.key_padding is not None:
-            blank[:, : self.key_padding.shape[1]] = self.key_padding
+            key_padding[:, : self.key_padding.shape[1]] = self.key_padding
         if padding is not None:
-            blank[:, self.total - n :] = padding[:, 0]
-        self.key_padding = blank
+            key_padding[:, self.total - n :] = padding[:, 0]
+        self.key_padding = key_padding
 
 
 def padding(attention: ObservedCall) -> Tensor | None:
@@ -138,20 +139,20 @@ def padding(attention: ObservedCall) -> Tensor | None:
         return None
     hidden = None
     for visible in _padding_masks(attention):
-        own = visible[..., m - n :]
+        of_queries = visible[..., m - n :]  # the keys of the queries' own tokens
         if visible.shape[2] > 1:
-            own = visible.diagonal(m - n, 2, 3)[:, :, None]  # (1|B, 1|H, 1, N)
-            by_tokens = visible[..., m - n :] & own.any(1, keepdim=True).mT  # what queries see that see themselves
-            own = own | by_tokens.any(2, keepdim=True)
-        own = ~own.any(1)[:, 0]
-        hidden = own if hidden is None else hidden | own
+            by_itself = visible.diagonal(m - n, 2, 3)[:, :, None]  # (1|B, 1|H, 1, N)
+            by_tokens = of_queries & by_itself.any(1, keepdim=True).mT  # by queries that see themselves
+            of_queries = by_itself | by_tokens.any(2, keepdim=True)
+        never_seen = ~of_queries.any(1)[:, 0]
+        hidden = never_seen if hidden is None else hidden | never_seen
     if hidden is None or not hidden.any() or hidden.all():
         return None
     return hidden.expand(batch, -1)[:, None]
 
 
 def _padding_masks(attention: ObservedCall) -> Iterator[Tensor]:
-    """The parts of a mask that may tell of padding: which pairs are visible, (1|B, 1|H, 1|N, M)."""
+    """The parts of a mask that padding can be found by: which pairs are visible, (1|B, 1|H, 1|N, M)."""
     call = attention.call
     if call is None:
         assert attention.weights is not None
@@ -181,17 +182,17 @@ def _hidden_keys(attention: ObservedCall) -> Tensor | None:
 
 
 def _known_of_padding(text: SequenceRecord, padding: Tensor | None, numbers: Tensor) -> dict[str, Any]:
-    """What a `Plane` holds of it: padding queries (B, N), padding among the keys `numbers` (M,), the first tokens."""
+    """Arguments of `Plane`: padding queries (B, N), padding among the keys `numbers` (M,), and first tokens (B,)."""
     known: dict[str, Any] = {"padding": padding, "key_padding": None, "first": None}
     if text.key_padding is not None:
-        own = text.key_padding[:, numbers]
+        of_keys = text.key_padding[:, numbers]
         first = text.key_padding.to(torch.uint8).argmin(1)
-        known |= {"key_padding": own if own.any() else None, "first": first if first.any() else None}
+        known |= {"key_padding": of_keys if of_keys.any() else None, "first": first if first.any() else None}
     return known
 
 
 def measured(attention: ObservedCall, measures: list[Measure], text: SequenceRecord, numbers: Tensor) -> Measurements:
-    """What some measures find in one attention, whose keys are tokens `numbers` (M,) of the whole text."""
+    """The results of some measures for one attention call, whose keys are tokens `numbers` (M,) of the sequence."""
     batch, heads, n, m = attention.shape
     ids = None
     if text.ids is not None and attention.kind == "self" and text.ids.shape[1] > int(numbers[-1]):
@@ -214,9 +215,9 @@ def measured(attention: ObservedCall, measures: list[Measure], text: SequenceRec
     if call is not None:
         plane = replace(plane_of(call), values=call.v, out_weight=attention.out_weight, **known)
         if attention.kind == "self" and (text.pieces or attention.numbers is not None):
-            # positions of a call's own are right where it has some (texts of several lengths), unless it renumbers
-            own = call.positions is not None and attention.numbers is None
-            queries = plane.q_positions if own else numbers[None, m - n :]
+            # positions that were passed to the call are right (texts of several lengths), unless a cache renumbers them
+            given = call.positions is not None and attention.numbers is None
+            queries = plane.q_positions if given else numbers[None, m - n :]
             plane = replace(plane, numbers=numbers, k_positions=numbers[None], q_positions=queries)
         return measure_call(call, usable, plane=plane)
     assert weights is not None
@@ -252,7 +253,7 @@ def _measured_over_processes(
 
 
 def joined(text: SequenceRecord, measures: list[Measure]) -> dict[str, Any]:
-    """What was measured piece by piece, of the whole text."""
+    """The measurements of all chunks, joined to those of the sequence."""
     pieces = text.pieces
     if len(pieces) == 1:
         return pieces[0].found.values
@@ -280,13 +281,13 @@ def joined(text: SequenceRecord, measures: list[Measure]) -> dict[str, Any]:
 
 
 def remeasured(text: SequenceRecord, measures: list[Measure], *, slots: bool = False) -> dict[str, Any]:
-    """Measures of the whole text, taken now of the pieces that were kept: a piece is a strip, or several. With `slots`
-    padding is taken for what it is not, tokens: maps are those of all slots."""
-    alone = text.pieces[0] if len(text.pieces) == 1 else None
+    """Measures of the sequence, computed now from the chunks that were kept. With `slots` padding is measured like any
+    token."""
+    only = text.pieces[0] if len(text.pieces) == 1 else None
     device = text.pieces[0].found.seen.device
     known = {} if slots else _known_of_padding(text, text.padding, torch.arange(text.total, device=device))
-    if alone is not None and alone.call is not None and text.keys:  # as it was measured when it was seen
-        call = replace(alone.call, k=text.keys[0], v=text.keys[0])
+    if only is not None and only.call is not None and text.keys:  # as it was measured when it was seen
+        call = replace(only.call, k=text.keys[0], v=text.keys[0])
         return measure_call(call, measures, plane=replace(plane_of(call), **known)).values
     batch, heads = text.shape
     keys = torch.cat(text.keys, 2) if text.keys else None
@@ -300,17 +301,17 @@ def remeasured(text: SequenceRecord, measures: list[Measure], *, slots: bool = F
     for piece in text.pieces:
         step = max(1, 2**22 // max(1, batch * heads * piece.numbers.numel()))
         for row in range(0, piece.queries, step):
-            own = slice(row, min(row + step, piece.queries))
-            weights = weights_of(piece, keys, slice(None), list(range(heads)), own).to(dtype)
-            where = slice(at + own.start, at + own.stop)
-            strip = Strip(plane, slice(0, batch), slice(0, heads), where, piece.runs, weights, weights.sum(-1))
-            survey.add(strip)
+            of_piece = slice(row, min(row + step, piece.queries))
+            weights = weights_of(piece, keys, slice(None), list(range(heads)), of_piece).to(dtype)
+            of_sequence = slice(at + of_piece.start, at + of_piece.stop)
+            sides = slice(0, batch), slice(0, heads), of_sequence
+            survey.add(Strip(plane, *sides, piece.runs, weights, weights.sum(-1)))
         at += piece.queries
     return survey.result().values
 
 
 def _dtype(piece: Chunk) -> torch.dtype:
-    """What a piece was measured in."""
+    """The dtype that a chunk was measured in."""
     if piece.call is not None:
         return piece.call.dtype
     assert piece.weights is not None
@@ -329,7 +330,7 @@ def weights_of(piece: Chunk, keys: Tensor | None, items: slice, heads: list[int]
 
 
 def runs(numbers: Tensor) -> list[slice]:
-    """Rising numbers as runs of neighbours."""
+    """Increasing integers as slices of consecutive ones."""
     breaks = ((numbers[1:] - numbers[:-1]) != 1).nonzero().flatten().add(1).tolist()
     ends = [0, *breaks, numbers.numel()]
     return [slice(int(numbers[a]), int(numbers[b - 1]) + 1) for a, b in pairwise(ends) if b > a]
@@ -363,7 +364,7 @@ def cut(call: Call, items: slice, heads: list[int], rows: slice) -> Call:
 
 
 def _joined_links(parts: list[TopLinks]) -> TopLinks:
-    """Early pieces may have fewer keys than links."""
+    """Links of all chunks; early chunks may have fewer keys than links are asked for."""
     k = max(part.keys.shape[-1] for part in parts)
     pad = torch.nn.functional.pad
     keys = [pad(part.keys, (0, k - part.keys.shape[-1]), value=-1) for part in parts]
@@ -372,7 +373,7 @@ def _joined_links(parts: list[TopLinks]) -> TopLinks:
 
 
 def sums(text: SequenceRecord, measures: list[Measure], values: dict[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of one text, what means over several are made of: the sum (H, ...) and the count (H,) of each measure."""
+    """The sum (H, ...) and the count (H,) of each measure over one sequence, for means over several."""
     real = torch.cat([piece.counted for piece in text.pieces], 2)
     queries, items = real.sum((0, 2)), torch.full((text.shape[1],), text.shape[0], device=real.device)
     result = {}
@@ -399,19 +400,18 @@ def sums(text: SequenceRecord, measures: list[Measure], values: dict[str, Any]) 
 
 
 def _from_first_token(value: Tensor, padding: Tensor | None) -> Tensor:
-    """What was measured of each key, (B, H, M), without padding (B, M): each text's own first token comes first, and as
-    many as the longest text has."""
+    """A measure per key, (B, H, M), with padding (B, M) removed: the first token of each text comes first, up to the
+    length of the longest text."""
     if padding is None:
         return value
-    order = padding.to(torch.uint8).argsort(dim=1, stable=True)[
-        :, : int((~padding).sum(1).max())
-    ]  # tokens, then padding
+    order = padding.to(torch.uint8).argsort(dim=1, stable=True)  # tokens, then padding
+    order = order[:, : int((~padding).sum(1).max())]
     value = value.masked_fill(padding[:, None], 0.0)
     return value.gather(2, order[:, None].expand(-1, value.shape[1], -1))
 
 
 def plus(a: Tensor, b: Tensor | None) -> Tensor:
-    """a + b, the shorter one padded with 0 at the end of each axis: texts differ in length."""
+    """a + b, each padded with zeros at the end of each axis: texts differ in length."""
     if b is None or a.shape == b.shape:
         return a if b is None else a + b
     shape = [max(x, y) for x, y in zip(a.shape, b.shape, strict=True)]

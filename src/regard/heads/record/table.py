@@ -1,6 +1,6 @@
 """A record as a table: a row for each layer and head, a column for each measure that is one number per head.
 
-`PerHead` is what other numbers of heads have in common: importance, attribution.
+`PerHead` is the base class of results with one number per head: importance, attribution.
 """
 
 from __future__ import annotations
@@ -21,35 +21,32 @@ if TYPE_CHECKING:
 
 __all__ = ["PerHead", "Shown", "Table", "table"]
 
-_AROUND = {"previous": -1, "itself": 0, "next": 1}  # what falls out of the offsets
-
-
+NAMED_OFFSETS = {"previous": -1, "itself": 0, "next": 1}  # columns made of the measure "offsets"
 MOST_ROWS = 500  # of a table in a notebook
 
 
 class Shown:
-    """What shows itself as a table: in a notebook as HTML, elsewhere as `print` does."""
+    """Base class of results that show themselves as a table: in a notebook as HTML, elsewhere as text."""
 
     def table(self) -> Table:
         """The rows."""
         raise NotImplementedError
 
     def caption(self) -> str:
-        """What is said above them."""
+        """A line above them."""
         return ""
 
     def __repr__(self) -> str:
         return str(self)
 
     def _repr_html_(self) -> str:
-        rows, caption = self.table(), self.caption()
-        said = f"<p>{escape(caption)}</p>" if caption else ""
-        return f'<div style="max-height: 40em; overflow: auto">{said}{rows.html()}</div>'
+        caption = f"<p>{escape(self.caption())}</p>" if self.caption() else ""
+        return f'<div style="max-height: 40em; overflow: auto">{caption}{self.table().html()}</div>'
 
 
 class Table(list[dict[str, Any]], Shown):  # type: ignore[misc]
     """Rows as plain dictionaries; `print` shows them in columns, a notebook as a table. `layers` are the names of all
-    layers in the order of their calls, where they are known: their numbers stand beside the names."""
+    layers in call order, if they are known: HTML then has a column with their numbers."""
 
     __repr__ = Shown.__repr__
 
@@ -79,7 +76,7 @@ class Table(list[dict[str, Any]], Shown):  # type: ignore[misc]
         return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + f"</table>{more}"
 
     def to_pandas(self) -> Any:
-        """The same as a `pandas.DataFrame`, where pandas is installed."""
+        """The rows as a `pandas.DataFrame`. Needs pandas."""
         try:
             import pandas  # type: ignore[import-not-found]
         except ImportError:
@@ -97,7 +94,7 @@ class Table(list[dict[str, Any]], Shown):  # type: ignore[misc]
 
 @dataclass(repr=False)
 class PerHead(Shown):
-    """A number for each head: `scores[layer]` is (H,); `found[layer]` the same, by name or by number in call order."""
+    """A number for each head: `scores[layer]` is (H,); `result[layer]` the same, by name or by number in call order."""
 
     scores: dict[str, Tensor]
 
@@ -118,7 +115,7 @@ def _shown(value: Any) -> str:
 
 
 def table(record: Record) -> Table:
-    """Layer, head and every scalar measure of a record: per-query measures as means over the queries that count."""
+    """A row for each layer and head, with every measure that is one number per head: means over queries."""
     rows = Table(layers=record.layers)
     for layer in record:
         columns = scalars(layer)
@@ -132,17 +129,17 @@ def table(record: Record) -> Table:
 
 def scalars(layer: LayerRecord) -> dict[str, Tensor]:
     """The measures of a layer that are one number per head: (H,) each."""
-    found: dict[str, Tensor] = {}
-    for one in layer.measures:
-        for name, axis in one.gives.items():
-            if axis == "query" and not getattr(one, "names", ()) and name not in one.untabled and layer.has(name):
-                found[name] = layer.per_head(name)
-        if isinstance(one, Offsets) and layer.has("offsets"):
+    values: dict[str, Tensor] = {}
+    for measure in layer.measures:
+        names = getattr(measure, "names", None)  # of `Tokens`: a column for each class of tokens
+        for name, axis in measure.gives.items():
+            if axis == "query" and not names and name not in measure.untabled and layer.has(name):
+                values[name] = layer.per_head(name)
+        if isinstance(measure, Offsets) and layer.has("offsets"):
             profile = layer.per_head("offsets")
-            for name, offset in _AROUND.items():
-                if name not in found and -one.before <= offset <= one.after:
-                    found[name] = profile[:, one.before + offset]
-        names = getattr(one, "names", None)
+            for name, offset in NAMED_OFFSETS.items():
+                if name not in values and -measure.before <= offset <= measure.after:
+                    values[name] = profile[:, measure.before + offset]
         if names and layer.has("tokens"):
-            found |= dict(zip(names, layer.per_head("tokens").unbind(1), strict=True))
-    return found
+            values |= dict(zip(names, layer.per_head("tokens").unbind(1), strict=True))
+    return values

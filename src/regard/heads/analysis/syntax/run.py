@@ -31,10 +31,11 @@ from regard.heads.analysis.syntax.texts import (
     questions_of_others,
     tokenized,
 )
-from regard.heads.analysis.token_classes import evaluating
 from regard.heads.analysis.treebank import Sentence
+from regard.heads.module_names import CONTEXT_LENGTHS
 from regard.heads.progress import track
 from regard.heads.watch import watch
+from regard.heads.watch_all import evaluating
 
 __all__ = ["syntax"]
 
@@ -125,11 +126,7 @@ def _tokenizer(model: nn.Module, tokenizer: Any) -> Any:
 def _context(model: nn.Module, tokenizer: Any) -> float:
     """How many tokens a model reads at once."""
     config = getattr(model, "config", None)
-    limits = [
-        getattr(config, "context", None),
-        getattr(config, "max_position_embeddings", None),
-        getattr(tokenizer, "model_max_length", None),
-    ]
+    limits = [*(getattr(config, name, None) for name in CONTEXT_LENGTHS), getattr(tokenizer, "model_max_length", None)]
     return min((n for n in limits if isinstance(n, int) and n > 0), default=float("inf"))
 
 

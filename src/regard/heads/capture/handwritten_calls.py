@@ -81,9 +81,7 @@ class HandwrittenCalls:
     def _product(self, frame: Frame, product: Weighed, out: Any) -> Any:
         """A function computed a product of weights and values, or showed more of its axes; `out` is its result."""
         changes = self.capture.changes
-        if product.where is None and not self._begin(frame, product):
-            return out
-        if product.done:
+        if not self._begin(frame, product) or product.done:
             return out
         if product.heads is None and changes:
             product.settle(frame.sizes)
@@ -108,7 +106,9 @@ class HandwrittenCalls:
         return tuple(changed.unbind()) if isinstance(out, (tuple, list)) else changed.reshape(out.shape)
 
     def _begin(self, frame: Frame, product: Weighed) -> bool:
-        """Let a new product wait. False if it is not to be reported."""
+        """Let a product wait until its axes are known, if it does not yet. False if it is not to be reported."""
+        if product.where is not None:
+            return True
         if not self._is_new(product):
             return False
         product.where, product.sizes = frame, self.capture.frames.sizes()

@@ -10,17 +10,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from regard import tuning
 from regard.attention import attend, measure_call
 from regard.kernels import Call
 
 __all__ = ["eager_function", "flex_result", "is_large"]
 
-LARGE = 2**24  # weights: from this number on they are not built, unless somebody needs them
-
 
 def is_large(call: Call) -> bool:
     """Whether a call has so many weights that they should not be built."""
-    return math.prod(call.shape) >= LARGE
+    return math.prod(call.shape) >= tuning.DENSE_LIMIT
 
 
 def flex_result(call: Call) -> tuple[Tensor, Tensor, Tensor]:

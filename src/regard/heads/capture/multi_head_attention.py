@@ -54,10 +54,8 @@ def multi_head_attention_forward(
     attention.kind = "self" if same_input(query, key) else "cross"
     out_weight = _argument("out_proj_weight", OUT_WEIGHT, args, kwargs)
     out_bias = _argument("out_proj_bias", OUT_BIAS, args, kwargs)
-    if out_weight is not None:
-        attention.out_weight = out_weight.detach()
-        bias = None if out_bias is None else out_bias.detach()
-        attention.projection = Projection.of_heads(attention.out_weight, bias)
+    attention.out_weight = out_weight.detach()
+    attention.projection = Projection.of_heads(out_weight.detach(), None if out_bias is None else out_bias.detach())
     attention.input = query.detach()[None] if query.dim() == 2 else query.detach().transpose(0, 1)
     heads = _heads(args, kwargs) if recompute else None
     with torch.no_grad(), torch._C.DisableTorchFunction():

@@ -91,9 +91,9 @@ def _flex_attention(capture: AttentionCapture, frame: Frame, func: Any, args: Ar
     if torch.is_grad_enabled() and (learned := learned_by(score_mod)):
         raise bad_value(
             "flex_attention",
-            expected="a score_mod that learns nothing, where somebody looks",
-            received=f"one that reads {learned}, whose gradient only compiled code finds",
-            remedy="look with torch.no_grad()",
+            expected="a score_mod that learns nothing, while the model is watched",
+            received=f"one that reads {learned}, whose gradient only compiled code computes",
+            remedy="watch with torch.no_grad()",
         )
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in args[:3])
     if not large_calls.is_large(call) or needs_grad or options.get("OUTPUT_MAX"):

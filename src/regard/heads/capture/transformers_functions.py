@@ -66,6 +66,10 @@ class _Arguments(NamedTuple):
         if how.name.startswith("paged|") or type(self.options.get("cache")).__name__ == "PagedAttentionCache":
             raise paged(f"{how.name!r} with continuous batching")
 
+    def mask_to_read(self) -> Any:
+        """The mask as a tensor or a `Mask`; None if there is none."""
+        return self.mask if self.mask is None or isinstance(self.mask, Tensor) else FlexMask.of(self.mask.as_tuple())
+
     def run(self, compute: Any) -> Any:
         """The result of a function called with these arguments."""
         return compute(self.module, self.query, self.key, self.value, self.mask, *self.more, **self.options)
@@ -136,16 +140,20 @@ def _can_skip_weights(capture: AttentionCapture, call: Call, options: dict[str, 
 def _candidate_calls(how: Implementation, arguments: _Arguments) -> Iterator[Call]:
     """The calls that a function may compute, the likeliest first: its masks read as they were built, then in other
     ways; each with sinks (if there are any) and without."""
-    mask, options = arguments.mask, arguments.options
-    built_for_flash = how.masks == "flash" and (mask is None or mask.dim() == 2)
-    if mask is not None and not isinstance(mask, Tensor):  # (a tensor given to `flex_attention` is added to the scores)
-        mask = FlexMask.of(mask.as_tuple())
-    ways = {"eager": ("eager", "sdpa"), "flex": ("eager",), "unknown": ("flash", "sdpa", "eager")}.get(how.masks)
-    ways = ways or (("flash", "sdpa", "eager") if built_for_flash else ("sdpa", "flash", "eager"))
+    ways = {
+        "eager": ("eager", "sdpa"),
+        "flex": ("eager",),  # it adds masks that are tensors
+        "unknown": ("flash", "sdpa", "eager"),
+        "sdpa": ("sdpa", "flash", "eager"),
+        "flash": ("flash", "sdpa", "eager"),
+    }[how.masks]
+    if how.masks == "flash" and arguments.mask is not None and arguments.mask.dim() != 2:
+        ways = ("sdpa", "flash", "eager")
+    options = arguments.options
     without_sinks = {name: x for name, x in options.items() if name != "s_aux"}
     only_without = how.trusted or options.get("s_aux") is None  # sdpa ignores sinks
     sinks_or_not = [without_sinks] if only_without else [options, without_sinks]
-    tensors = arguments.module, arguments.query, arguments.key, arguments.value, mask
+    tensors = arguments.module, arguments.query, arguments.key, arguments.value, arguments.mask_to_read()
     for number, (way, given) in enumerate((way, given) for way in ways for given in sinks_or_not):
         try:
             if way == "flash":

@@ -172,6 +172,15 @@ def by_baddbmm(hand: Hand, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Wei
     return torch.bmm(p, v).view(b, h, -1, E).transpose(1, 2), lambda: p.unflatten(0, (b, h))
 
 
+def by_other_spellings(hand: Hand, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Weights]:
+    """`torch.unflatten` for `Tensor.unflatten`, `Tensor.multiply` for `*`."""
+    b, h = q.shape[0], hand.heads
+    q, k, v = (x.transpose(1, 2).reshape(b * h, x.shape[1], x.shape[3]) for x in (q, k, v))
+    p = torch.unflatten(F.softmax(torch.bmm(q, k.transpose(1, 2)) * D**-0.5, dim=-1), 0, (b, h))
+    p = p.multiply(torch.ones_like(p))
+    return torch.matmul(p, torch.unflatten(v, 0, (b, h))).transpose(1, 2), lambda: p
+
+
 def one_key_head(hand: Hand, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Weights]:
     k, v = k[:, :, :1].transpose(1, 2), v[:, :, :1].transpose(1, 2)  # (B, 1, M, D)
     p = torch.softmax(q.transpose(1, 2) @ k.mT * D**-0.5, -1)
@@ -223,6 +232,7 @@ CORES = [
     heads_by_split,
     batch_times_heads,
     by_baddbmm,
+    by_other_spellings,
     one_key_head,
 ]
 MASKED = [masked_by_sum, masked_by_filling, masked_after, masked_with_a_blind_row]

@@ -508,3 +508,46 @@ def test_names_of_a_file_do_not_command_the_terminal(tmp_path):
         assert all(line.isprintable() for line in said.split("\n"))
         assert "\\u202e" in said
     assert len(str(loaded.table()).split("\n")) == 3  # (a line for each head, whatever is in its name)
+
+
+# What draw and serve ask of a record
+
+
+def test_a_layer_says_its_sizes_and_whether_it_was_read_in_chunks() -> None:
+    prompt, generated = llama(), llama(generate=True)
+    assert prompt[0].shape == tuple(prompt[0].weights().shape)
+    assert generated[0].shape == tuple(generated[0].weights().shape)
+    assert (prompt[0].in_chunks, generated[0].in_chunks) == (False, True)
+    assert prompt[0].padding == (None, None)
+
+
+def test_pooled_weights_are_sums_of_weights() -> None:
+    layer = hand(keep="qk")[0][0]
+    n, m = layer.shape[2:]
+    close(layer.pooled_weights(n, m), layer.weights(), "one cell for each weight")
+    close(layer.pooled_weights(1, 1)[..., 0, 0], layer.weights().sum((2, 3)), "one cell for all")
+    with pytest.raises(ValueError, match='weights: expected a watch with keep="qk"'):
+        hand()[0][0].pooled_weights(1, 1)
+
+
+def test_values_can_be_dropped_and_weights_stay() -> None:
+    seen = llama(keep="qkv")
+    before = seen[0].weights()
+    assert seen[0].keeps_values
+    seen[0].drop_values()
+    layer = seen[0]
+    assert (layer.keeps_values, layer.keeps_output, layer.has_input, layer.projection) == (False, False, False, None)
+    assert torch.equal(seen[0].weights(), before)
+    assert seen[1].keeps_values
+
+
+def test_a_record_of_one_layer_shares_it() -> None:
+    seen = llama()
+    assert list(seen.only(1)) == [seen[1]]
+    assert seen.only(seen.layers[0]).layers == seen.layers[:1]
+
+
+def test_scalars_are_the_columns_of_the_table() -> None:
+    seen = llama()
+    for name, values in seen[0].scalars().items():
+        assert [row[name] for row in seen.table() if row["layer"] == seen.layers[0]] == values.tolist()

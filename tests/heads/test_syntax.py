@@ -603,7 +603,7 @@ def test_the_first_token_is_no_candidate(tmp_path: Path) -> None:
 def test_the_first_word_after_a_special_token_is_a_candidate() -> None:
     questions = [Question("x", "to head", 1, (0,)), Question("x", "to antecedent", 2, (0,), (0, 1))]
     special, plain = TokenizedText([1, 4, 5, 6], [-1, 0, 1, 2], 3, []), TokenizedText([4, 5, 6], [0, 1, 2], 3, [])
-    assert (special.sink, plain.sink) == (-1, 0)
+    assert (special.first_word, plain.first_word) == (-1, 0)
     assert special.about(questions) == questions
     assert plain.about(questions) == []
     both = Question("x", "to antecedent", 2, (0, 1), (0, 1))

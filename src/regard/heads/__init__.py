@@ -1,4 +1,6 @@
-"""Heads: look at them while any model runs (`watch`), and act on them (`ablate`, `importance`, `prune`)."""
+"""Attention heads of any model: record them while it runs (`watch`), analyse them, and change them (`ablate`, `prune`).
+
+The README beside this file says the way of the data."""
 
 from regard.heads.analysis import probes
 from regard.heads.analysis.roles import ROLES, Role, Roles

@@ -7,20 +7,6 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = [
-    "ALL_HEADS_WIDTHS",
-    "CONTEXT_LENGTHS",
-    "CROSS_ATTENTION_INPUTS",
-    "KV_HEAD_COUNTS",
-    "NOT_TOKEN_IDS",
-    "OUTPUT_PROJECTIONS",
-    "QUERY_HEAD_COUNTS",
-    "SEPARATE_PROJECTIONS",
-    "VOCABULARY_SIZES",
-    "is_conv1d",
-    "separate_projections",
-]
-
 # Submodules of an attention module
 SEPARATE_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
 OUTPUT_PROJECTIONS = ("out_proj", "o_proj", "c_proj", "dense", "out_lin", "o", "proj", "Wo", "wo", "attention_out")

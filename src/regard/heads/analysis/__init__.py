@@ -1,1 +1,1 @@
-"""Analysing: what heads do. Roles, probes with known answers, syntax of a treebank, the loss without a head."""
+"""Analysing what heads do: roles, probes with known answers, the syntax of a treebank, the loss without a head."""

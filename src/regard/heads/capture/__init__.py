@@ -1,1 +1,1 @@
-"""Capturing: what runs. Attention that any torch model computes is intercepted and handed on as an `ObservedCall`."""
+"""Capturing: attention that any torch model computes is intercepted and passed on as an `ObservedCall`."""

@@ -8,121 +8,37 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "ADDED_PRODUCTS",
-    "DIVISIONS",
-    "DROPOUTS",
-    "ELEMENTWISE",
-    "FUNCTIONS",
-    "IN_PLACE",
-    "PERMUTATIONS",
-    "PRODUCTS",
-    "SOFTMAXES",
-    "permutation",
-    "product_axes",
-    "splits_leading_axes_only",
-]
 
-PERMUTATIONS = {
-    torch.transpose,
-    Tensor.transpose,
-    Tensor.permute,
-    torch.permute,
-    torch.swapaxes,
-    Tensor.swapaxes,
-    torch.movedim,
-    Tensor.movedim,
-    Tensor.moveaxis,
-    torch.moveaxis,
-    torch.swapdims,
-    Tensor.swapdims,
-    Tensor.mT.__get__,  # type: ignore
-}
-RESHAPES = {
-    Tensor.view,
-    Tensor.reshape,
-    torch.reshape,
-    Tensor.flatten,
-    torch.flatten,
-    Tensor.unflatten,
-    Tensor.contiguous,
-    Tensor.__getitem__,
-    Tensor.masked_fill,
-    torch.masked_fill,
-    Tensor.nan_to_num,
-    torch.nan_to_num,
-    Tensor.squeeze,
-    Tensor.unsqueeze,
-    torch.squeeze,
-    torch.unsqueeze,
-    Tensor.expand,
-    Tensor.clone,
-    torch.clone,
-    torch.split,
-    Tensor.split,
-    torch.chunk,
-    Tensor.chunk,
-    Tensor.narrow,
-    Tensor.unbind,
-    torch.unbind,
-    Tensor.view_as,
-}
-ELEMENTWISE = {  # the shape stays, and so do strides
-    Tensor.contiguous,
-    Tensor.masked_fill,
-    torch.masked_fill,
-    Tensor.nan_to_num,
-    torch.nan_to_num,
-    Tensor.clone,
-    torch.clone,
-}
-CASTS = {
-    Tensor.detach,
-    torch.detach,
-    Tensor.cpu,
-    Tensor.cuda,
-    F.dropout,
-    torch.dropout,
-    Tensor.to,
-    Tensor.type_as,
-    Tensor.type,
-    Tensor.float,
-    Tensor.half,
-    Tensor.bfloat16,
-    Tensor.double,
-    torch.feature_dropout,
-    F.dropout1d,
-    F.dropout2d,
-}
+def _named(names: str) -> set[Any]:
+    """The functions of these names in torch, torch.Tensor and torch.nn.functional."""
+    functions = (getattr(owner, name, None) for name in names.split() for owner in (torch, Tensor, F))
+    return {function for function in functions if callable(function)}
 
-DROPOUTS = {F.dropout, torch.dropout, F.dropout1d, F.dropout2d}
-IN_PLACE = {Tensor.mul_, Tensor.masked_fill_, Tensor.zero_, Tensor.div_, Tensor.copy_, Tensor.fill_}
-DIVISIONS = {torch.div, Tensor.div, Tensor.__truediv__, Tensor.div_, torch.true_divide, torch.divide}
-SOFTMAXES = {torch.softmax, Tensor.softmax, F.softmax}
-ADDED_PRODUCTS = {torch.baddbmm, Tensor.baddbmm, torch.addmm, Tensor.addmm}
-PRODUCTS = {
-    torch.matmul,
-    Tensor.matmul,
-    Tensor.__matmul__,
-    torch.bmm,
-    Tensor.bmm,
-    torch.mm,
-    Tensor.mm,
-    torch.einsum,
-    *ADDED_PRODUCTS,
-}
+
+SOFTMAXES = _named("softmax")
+DROPOUTS = _named("dropout dropout1d dropout2d feature_dropout")
+CASTS = _named("detach cpu cuda to type type_as float half bfloat16 double") | DROPOUTS
+PERMUTATIONS = _named("transpose permute swapaxes swapdims movedim moveaxis") | {Tensor.mT.__get__}  # type: ignore
+ELEMENTWISE = _named("contiguous masked_fill nan_to_num clone")  # shape and strides stay
+RESHAPES = ELEMENTWISE | _named(
+    "view view_as reshape flatten unflatten squeeze unsqueeze expand __getitem__ narrow split chunk unbind"
+)
+DIVISIONS = _named("div div_ divide true_divide __truediv__")
+ADDED_PRODUCTS = _named("baddbmm addmm")
+PRODUCTS = _named("matmul __matmul__ bmm mm einsum") | ADDED_PRODUCTS
+OVERWRITES = _named("masked_fill_ zero_ copy_ fill_")
+IN_PLACE = OVERWRITES | _named("mul_ div_")
 
 # The method of `HandwrittenTracer` that handles each function.
 FUNCTIONS: dict[Any, str] = {
     **dict.fromkeys(SOFTMAXES, "_softmax"),
-    **dict.fromkeys((torch.log_softmax, Tensor.log_softmax, F.log_softmax), "_log_softmax"),
-    **dict.fromkeys((torch.exp, Tensor.exp), "_exp"),
+    **dict.fromkeys(_named("log_softmax"), "_log_softmax"),
+    **dict.fromkeys(_named("exp"), "_exp"),
     **dict.fromkeys(CASTS, "_cast"),
     **dict.fromkeys(PERMUTATIONS | RESHAPES, "_shape"),
-    **dict.fromkeys((torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.mul_, torch.multiply), "_times"),
-    **dict.fromkeys(DIVISIONS, "_times"),
+    **dict.fromkeys(_named("mul mul_ multiply __mul__ __rmul__") | DIVISIONS, "_times"),
     **dict.fromkeys(PRODUCTS, "_product"),
-    **dict.fromkeys((Tensor.masked_fill_, Tensor.zero_, Tensor.copy_, Tensor.fill_), "_written_over"),
+    **dict.fromkeys(OVERWRITES, "_written_over"),
     torch.cdist: "_distances",
     F.linear: "_linear",
     torch.einsum: "_einsum",

@@ -12,20 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Constant",
-    "Derived",
-    "Logged",
-    "Note",
-    "Origin",
-    "Projected",
-    "Scores",
-    "Softmaxed",
-    "Weighed",
-    "batch_of",
-    "folded",
-]
-
 
 @dataclass
 class Scores:

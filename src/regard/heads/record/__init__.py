@@ -1,1 +1,1 @@
-"""Recording: what was seen. A `Record` holds a `LayerRecord` per layer, made of sequences; tables and files of them."""
+"""Recording: a `Record` holds a `LayerRecord` per layer, made of sequences; tables and files of them."""

@@ -63,28 +63,13 @@ class LayerRecord:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B, H, N, M) of the last sequence."""
-        return self.batch_size, self.heads, self.num_queries, self.num_keys
+        """(B, H, N, M) of the last sequence, including padding and keys that a cache has dropped."""
+        return *self._sequence.shape, self._sequence.queries, self._sequence.total
 
     @property
-    def batch_size(self) -> int:
-        """B of the last sequence."""
-        return self._sequence.shape[0]
-
-    @property
-    def num_queries(self) -> int:
-        """N of the last sequence, padding included."""
-        return self._sequence.queries
-
-    @property
-    def num_keys(self) -> int:
-        """M of the last sequence, padding and keys that a cache has dropped included."""
-        return self._sequence.total
-
-    @property
-    def num_chunks(self) -> int:
-        """In how many calls the last sequence was read: more than 1 for generation with a cache."""
-        return len(self._sequence.pieces)
+    def in_chunks(self) -> bool:
+        """Whether the last sequence was read in several calls, from a cache."""
+        return len(self._sequence.pieces) > 1
 
     # What was measured
 
@@ -184,18 +169,13 @@ class LayerRecord:
 
     def last_padding(self) -> Tensor | None:
         """True for padding queries of the last sequence, (B, 1, N); None if there is no padding."""
-        padding = self.query_padding
+        padding = self._sequence.padding
         return None if padding is None else padding[:, None]
 
     @property
-    def query_padding(self) -> Tensor | None:
-        """True for padding queries of the last sequence, (B, N); None if there is no padding."""
-        return self._sequence.padding
-
-    @property
-    def key_padding(self) -> Tensor | None:
-        """True for padding keys of the last sequence, (B, M); None if there is no padding."""
-        return self._sequence.key_padding
+    def padding(self) -> tuple[Tensor | None, Tensor | None]:
+        """True for padding queries (B, N) and padding keys (B, M) of the last sequence; None if there is no padding."""
+        return self._sequence.padding, self._sequence.key_padding
 
     def last_counted(self) -> dict[str, Tensor]:
         """Which queries (B, H, N) count, for each measure that counts fewer than `last_tokens`."""
@@ -272,17 +252,17 @@ class LayerRecord:
             rows, cols: queries and keys, as slices (or one, whose axis is dropped); all by default.
             batch: one item of the batch (its axis is dropped), or all.
         """
-        sequence = self._sequence
         self._check_kept()
         if head is None or isinstance(head, slice):
             heads = list(range(self.heads)[slice(None) if head is None else head])
         else:
             several = [head] if isinstance(head, int) or not isinstance(head, Sequence) else head
             heads = [_index("head", number, self.heads) for number in several]
-        item = None if batch is None else _index("batch", batch, self.batch_size)
+        batch_size, _, n, m = self.shape
+        item = None if batch is None else _index("batch", batch, batch_size)
         items = slice(None) if item is None else slice(item, item + 1)
-        r0, r1, _ = _slice("rows", rows, sequence.queries).indices(sequence.queries)
-        c0, c1, _ = _slice("cols", cols, sequence.total).indices(sequence.total)
+        r0, r1, _ = _slice("rows", rows, n).indices(n)
+        c0, c1, _ = _slice("cols", cols, m).indices(m)
         result = self._block(items, heads, slice(r0, max(r0, r1)), slice(c0, max(c0, c1)))
         if isinstance(cols, int):
             result = result[..., 0]
@@ -308,15 +288,12 @@ class LayerRecord:
             blocks.append(wide)
         if not blocks:  # no rows
             none = weights_of(sequence.pieces[0], keys, items, heads, slice(0, 0))
-            return none.new_zeros(len(range(self.batch_size)[items]), len(heads), 0, cols.stop - cols.start)
+            return none.new_zeros(len(range(self.shape[0])[items]), len(heads), 0, cols.stop - cols.start)
         return torch.cat(blocks, 2)
 
-    def measure(
-        self, measures: MeasureLike | Iterable[MeasureLike], *, include_padding: bool = False
-    ) -> dict[str, Any]:
-        """More measures of the last sequence, taken now from the q and k that were kept: `{name: result}`, as `measure`
-        gives them. Measures that need token ids or values must be asked for when watching. `include_padding`: padding
-        is measured like any token."""
+    def measure(self, measures: MeasureLike | Iterable[MeasureLike]) -> dict[str, Any]:
+        """More measures of the last sequence, computed now from the q and k that were kept: `{name: result}`, as
+        `measure` gives them. Measures that need token ids or values must be asked for when watching."""
         several = as_measures(measures)
         for measure in several:
             if measure.needs_ids or measure.needs_out_weight:
@@ -327,7 +304,7 @@ class LayerRecord:
                     remedy="watch(model, measures=[...])",
                 )
         self._check_kept()
-        return remeasured(self._sequence, several, slots=include_padding)
+        return remeasured(self._sequence, several)
 
     def pooled_weights(self, rows: int, cols: int) -> Tensor:
         """Sums of weights over at most (rows, cols) cells, (B, H, rows, cols), padding included. Needs keep="qk"."""

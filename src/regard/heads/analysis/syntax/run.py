@@ -197,8 +197,8 @@ def _count(
             raise bad_value("model", expected="self-attention over the tokens of a text", received="none that was seen")
         for i, layers in zip(batch, by_text, strict=True):
             weights = torch.cat(layers)  # (C, n, n)
-            if texts[i].sink >= 0:
-                weights[..., texts[i].sink] = 0.0
+            if texts[i].first_word >= 0:
+                weights[..., texts[i].first_word] = 0.0
             tallies[halves[i]].add(weights, texts[i].questions)
             if i < len(others):
                 crossed[halves[i]].add(weights, others[i])

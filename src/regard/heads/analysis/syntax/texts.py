@@ -23,21 +23,21 @@ class TokenizedText(NamedTuple):
     questions: list[Question]
 
     @property
-    def sink(self) -> int:
+    def first_word(self) -> int:
         """The word of the first token, which is no candidate; -1 if that is a special token."""
         return self.words_of_tokens[0] if self.words_of_tokens else -1
 
     def about(self, questions: Iterable[Question]) -> list[Question]:
-        """The questions that can be asked: about words that have tokens, with answers that have tokens, the sink
-        excluded."""
-        possible = set(self.words_of_tokens) - {self.sink, -1}
+        """The questions that can be asked: about words that have tokens, with answers that have tokens, the first
+        word excluded."""
+        possible = set(self.words_of_tokens) - {self.first_word, -1}
         kept = []
         for question in questions:
             answers = tuple(answer for answer in question.answers if answer in possible)
             if answers and question.word in self.words_of_tokens:
                 candidates = question.candidates
                 if candidates is not None:
-                    candidates = tuple(word for word in candidates if word != self.sink)
+                    candidates = tuple(word for word in candidates if word != self.first_word)
                 kept.append(question._replace(answers=answers, candidates=candidates))
         return kept
 

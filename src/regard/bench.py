@@ -343,7 +343,7 @@ class _Bench:
     def _largest(self, *values: float) -> Any:
         """Of each value the largest of all ranks'; one alone as a number."""
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
-        most = self.ranks.gathered(own).amax(0).tolist()
+        most = self.ranks.all_gather(own).amax(0).tolist()
         return most if len(most) > 1 else most[0]
 
     def _step(self, name: str, way: _Contestant) -> list[Tensor]:

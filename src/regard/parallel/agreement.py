@@ -22,7 +22,7 @@ from regard.parallel.alltoall import heads_of
 from regard.parallel.collectives import Ranks, digest
 from regard.parallel.global_call import describe
 from regard.parallel.sharded_call import ShardedCall
-from regard.parallel.token_layout import SequenceSharding, Tokens, parts_of
+from regard.parallel.token_layout import SequenceSharding, Tokens, gather_parts
 from regard.positions import as_biases
 
 __all__ = ["HeadSharding", "LayerInputs", "Sharding", "no_cache"]
@@ -150,7 +150,7 @@ class Sharding:
 
         for ranks, differ in groups:
             try:
-                rows = ranks.agreed(what, names, facts_or_error, differ)
+                rows = ranks.agree(what, names, facts_or_error, differ)
             except ConnectionError:
                 raise
             except Exception as raised:
@@ -194,7 +194,7 @@ class Sharding:
                     expected=f"one flag for each of all {tokens.total} tokens, or on each rank of its part, {lengths}",
                     received=f"lengths {kept}",
                 )
-            keep = tokens.whole(parts_of(keep, self.sequence.ranks, tokens, 1), 1)
+            keep = tokens.whole(gather_parts(keep, self.sequence.ranks, tokens, 1), 1)
         return tokens, keep
 
     def _locate(self, rows: list[dict[str, int]], inputs: LayerInputs, seed: Tensor | None) -> ShardedCall:
@@ -210,7 +210,7 @@ class Sharding:
                     expected=f"those of all {queries.total} tokens, or on each rank those of its part, {n}",
                     received=f"lengths {given}",
                 )
-            positions = queries.whole(parts_of(positions, self.sequence.ranks, queries, axis), axis)
+            positions = queries.whole(gather_parts(positions, self.sequence.ranks, queries, axis), axis)
         return ShardedCall(self, queries, keys, positions, inputs.key is inputs.query, seed)
 
 

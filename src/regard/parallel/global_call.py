@@ -18,11 +18,11 @@ from regard.masks import Grid
 from regard.parallel.collectives import fingerprint
 from regard.parallel.token_layout import Tokens
 
-__all__ = ["Drop", "Whole", "describe"]
+__all__ = ["GlobalCall", "GlobalDropout", "describe"]
 
 
 @dataclass(frozen=True)
-class Drop:
+class GlobalDropout:
     """Dropout of a whole attention: one seed for all ranks, and which heads of the layer are here."""
 
     p: float
@@ -41,23 +41,25 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class Whole:
+class GlobalCall:
     """A call whose q, k and v have the sizes of the whole and hold nothing; and what of it is where."""
 
     call: Call
     queries: Tokens
     keys: Tokens
-    drop: Drop | None
+    drop: GlobalDropout | None
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, drop: Drop | None, **options: Any) -> Whole:
+    def of(
+        q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, drop: GlobalDropout | None, **options: Any
+    ) -> GlobalCall:
         """Checked and lowered as `attend` does it, from one rank's q (B, H, n, D), k (B, G, m, D) and v (B, G, m, E);
         the options are the whole's."""
 
         def sized(x: Tensor, length: int) -> Tensor:
             return x.detach().new_zeros(()).expand(*x.shape[:2], length, x.shape[3])  # no memory
 
-        return Whole(
+        return GlobalCall(
             prepare(sized(q, queries.total), sized(k, keys.total), sized(v, keys.total), **options), queries, keys, drop
         )
 

@@ -57,7 +57,7 @@ def shard_heads(module: nn.Module, mesh: DeviceMesh, *, check: bool = True) -> n
     """
     ranks = Ranks.of(mesh)
     layers, parts = layers_of(module)
-    ranks.synchronise(
+    ranks.broadcast_module(
         module, lambda: _check(module, layers, parts, ranks), check=check, **{"settings of layers": settings_of(layers)}
     )
     with warnings.catch_warnings():  # that random numbers of DTensors are not supported on CPUs: none are drawn
@@ -240,7 +240,7 @@ def _shard_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 def _entering(ranks: Ranks, mesh: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The input of several projections as one replicated DTensor: its gradients are summed over the ranks once."""
-    return (ranks.entered(inputs[0], mesh), *inputs[1:])
+    return (ranks.replicate(inputs[0], mesh), *inputs[1:])
 
 
 def _leaving(ranks: Ranks, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
@@ -297,7 +297,7 @@ class _SameNumbers:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module.training and module.p and self.ranks.device.type == "cpu":
-            torch.set_rng_state(self.ranks.gathered(torch.get_rng_state())[0])
+            torch.set_rng_state(self.ranks.all_gather(torch.get_rng_state())[0])
 
 
 class _SameText:
@@ -320,4 +320,4 @@ class _SameText:
                 "keep": 0 if keep is None else digest(tuple(keep.shape), fingerprint(keep)),
             }
 
-        self.ranks.agreed("model", ("shape of ids", "tokens", "keep"), facts)
+        self.ranks.agree("model", ("shape of ids", "tokens", "keep"), facts)

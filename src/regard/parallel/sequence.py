@@ -75,7 +75,7 @@ def shard_sequence(
             check_both(name, layer, None if sharding.heads is None else sharding.heads.ranks, own)
 
     settings |= {"sum_gradients": sum_gradients, "settings of layers": settings_of(layers)}
-    ranks.synchronise(module, check, **settings)
+    ranks.broadcast_module(module, check, **settings)
     _install(module, layers, made())
     if sum_gradients:
         sums = _Sums(ranks)
@@ -129,8 +129,8 @@ class _Sums:
                 remedy="nn.Embedding(sparse=False), or sum_gradients=False",
             )
         if not isinstance(gradient, DTensor):
-            return self.ranks.summed(gradient.clone())
-        local = self.ranks.summed(gradient.to_local().clone())
+            return self.ranks.all_reduce(gradient.clone())
+        local = self.ranks.all_reduce(gradient.to_local().clone())
         spec = gradient._spec
         return DTensor.from_local(
             local, spec.mesh, spec.placements, run_check=False, shape=gradient.shape, stride=gradient.stride()

@@ -198,7 +198,7 @@ class Sharding:
         return tokens, keep
 
     def _locate(self, rows: list[dict[str, int]], inputs: LayerInputs, seed: Tensor | None) -> ShardedCall:
-        """Which tokens of the whole this rank has: each told the others how many it has."""
+        """Which tokens of the whole sequence this rank has, from the lengths of all ranks' parts."""
         assert self.sequence is not None
         n, m, given = (tuple(row[name] for row in rows) for name in _LENGTHS)
         queries, keys, positions = self.sequence.tokens(n), self.sequence.tokens(m), inputs.positions
@@ -257,4 +257,4 @@ def _check_positions(positions: object) -> None:
 
 def describe_bias(bias: Any) -> list[Any]:
     """Kinds and shapes of biases, for `describe`."""
-    return [(type(one).__name__, tuple(one.weight.shape)) for one in as_biases(bias)]
+    return [(type(each).__name__, tuple(each.weight.shape)) for each in as_biases(bias)]

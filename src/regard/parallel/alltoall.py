@@ -44,7 +44,7 @@ def kv_heads_of(own: slice, heads: int, groups: int) -> list[int]:
     each = [head // shared for head in range(own.start, own.stop)]
     once = sorted(set(each))
     count = len(each) // len(once)
-    return once if each == [one for one in once for _ in range(count)] else each
+    return once if each == [head for head in once for _ in range(count)] else each
 
 
 class _Exchange(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""What travels between processes: the collectives of this room. They are counted, and their errors say what to do.
+"""Collectives of `torch.distributed`, counted, with errors that say what to do.
 
 Letters: P processes of one mesh dimension.
 """
@@ -68,7 +68,7 @@ def counting() -> Iterator[Traffic]:
         with _Functional(sent):
             yield sent
     finally:
-        _COUNTERS[:] = [one for one in _COUNTERS if one is not sent]  # (equal ones are not the same)
+        _COUNTERS[:] = [counter for counter in _COUNTERS if counter is not sent]  # (equal ones are not the same)
 
 
 class _Functional(TorchDispatchMode):
@@ -198,9 +198,9 @@ class Ranks:
             check()
             for name, x in module.named_parameters():
                 self._check_whole(name, x)
-            said = [(name, tuple(x.shape), str(x.dtype)) for name, x in _tensors(module).items()]
+            shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in _tensors(module).items()]
             learned = [name for name, x in module.named_parameters() if x.requires_grad]
-            return {names: digest(said), frozen: digest(learned), **{key: digest(x) for key, x in settings.items()}}
+            return {names: digest(shapes), frozen: digest(learned), **{key: digest(x) for key, x in settings.items()}}
 
         self.agree("module", (names, frozen, *settings), facts)
         for x in _tensors(module).values():
@@ -212,7 +212,7 @@ class Ranks:
 
     def overlaps(self, group: dist.ProcessGroup) -> bool:
         """Whether some process besides this one is in both groups."""
-        mine, theirs = (dist.get_process_group_ranks(one) for one in (self.group, group))
+        mine, theirs = (dist.get_process_group_ranks(each) for each in (self.group, group))
         return len(set(mine) & set(theirs)) > 1
 
     def _check_whole(self, name: str, x: Tensor) -> None:
@@ -295,8 +295,8 @@ class Ranks:
                 values = [row[name] for row in rows]
                 if max(values) >= _HASHED:
                     values = ["one" if value == values[0] else "another" for value in values]
-                told = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-                raise bad_value(what, expected=f"the same {name} on every rank of {self.name!r}", received=told)
+                by_rank = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+                raise bad_value(what, expected=f"the same {name} on every rank of {self.name!r}", received=by_rank)
         return rows
 
     def wait(self, x: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ class Ranks:
         return x
 
     def replicate(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        """An input of projections whose columns are spread, as a replicated DTensor: its gradient is a sum over the
+        """An input of projections sharded by columns, as a replicated DTensor: its gradient is a sum over the
         processes."""
         if isinstance(x, DTensor):
             return x
@@ -315,7 +315,7 @@ class Ranks:
 
     @contextmanager
     def _network_errors(self, what: str) -> Iterator[None]:
-        """Errors of the network in words."""
+        """Turn errors of the network into a `ConnectionError` that says what to look for."""
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
@@ -329,8 +329,8 @@ class Ranks:
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, of DTensors what is here."""
-    found = {name: x.detach() for name, x in (*module.named_parameters(), *module.named_buffers())}
-    return {name: x.to_local() if isinstance(x, DTensor) else x for name, x in found.items()}
+    tensors = {name: x.detach() for name, x in (*module.named_parameters(), *module.named_buffers())}
+    return {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tensors.items()}
 
 
 _TRAVEL = (
@@ -378,7 +378,7 @@ def fingerprint(x: Tensor) -> list[int]:
     """
     x = x.detach()[(None,) * max(0, 2 - x.dim())]
     sums = x.sum(-1, dtype=torch.int64).flatten(), x.flatten(0, -2).sum(0, dtype=torch.int64)
-    return [int((one * torch.arange(1, len(one) + 1, device=x.device)).sum()) for one in sums]
+    return [int((numbers * torch.arange(1, len(numbers) + 1, device=x.device)).sum()) for numbers in sums]
 
 
 _HASHED = 2**40  # larger numbers are hashes, which say nothing to a reader

@@ -75,8 +75,7 @@ class GlobalCall:
         if self.call.mask is None or 0 in shape:
             return [[True] * shape[1] for _ in q_runs], [[True] * shape[1] for _ in q_runs]
         tile = self.call.whole()
-        found = self.call.mask.survey(_Runs(tile, q_runs, k_runs))
-        some, every = (x.expand(x.shape[0], *shape) for x in found)
+        some, every = (x.expand(x.shape[0], *shape) for x in self.call.mask.survey(_Runs(tile, q_runs, k_runs)))
         return some.any(0).tolist(), every.all(0).tolist()
 
 
@@ -122,18 +121,18 @@ def _extremes(values: Tensor, runs: list[slice], axis: int) -> tuple[Tensor, Ten
 
 def describe(*things: Any) -> tuple[Any, ...]:
     """What the ranks must agree on, of masks and biases: their kinds, shapes and (on the CPU) sums."""
-    told: list[Any] = []
+    facts: list[Any] = []
     for thing in things:
         if isinstance(thing, Tensor):
-            told.append((tuple(thing.shape), str(thing.dtype)))
+            facts.append((tuple(thing.shape), str(thing.dtype)))
             if thing.device.type == "cpu" and not thing.is_floating_point():
-                told.append(fingerprint(thing))
+                facts.append(fingerprint(thing))
         elif hasattr(thing, "fields"):
-            told.append((type(thing).__name__, describe(*(getattr(thing, name) for name in thing.fields))))
+            facts.append((type(thing).__name__, describe(*(getattr(thing, name) for name in thing.fields))))
         elif isinstance(thing, (list, tuple)):
-            told.append(describe(*thing))
+            facts.append(describe(*thing))
         elif isinstance(thing, (int, float, str, bool)) or thing is None:
-            told.append(thing)
+            facts.append(thing)
         else:
-            told.append(type(thing).__name__)
-    return tuple(told)
+            facts.append(type(thing).__name__)
+    return tuple(facts)

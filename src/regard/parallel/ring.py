@@ -118,8 +118,8 @@ class Plan:
     def rounds(self) -> list[Plan]:
         """The same for some kv heads at a time, as many as make no large block on any rank."""
         (batch, groups, _, d), e = self.whole.call.k.shape, self.whole.call.v.shape[3]
-        one = batch * max(self.whole.keys.lengths) * (d + e) * self.whole.call.k.element_size()
-        some = max(1, LARGE * (1 if self.ranks.device.type == "cpu" else 8) // max(one, 1))
+        bytes_of_head = batch * max(self.whole.keys.lengths) * (d + e) * self.whole.call.k.element_size()
+        some = max(1, LARGE * (1 if self.ranks.device.type == "cpu" else 8) // max(bytes_of_head, 1))
         if some >= groups or not self.route.steps:
             return [self]
         return [replace(self, groups=slice(first, min(first + some, groups))) for first in range(0, groups, some)]
@@ -180,8 +180,8 @@ class Plan:
             if step == 0:
                 yield [(self.ranks.rank, RIGHT, own)]
             else:
-                found = [(self.visitor(step, way), way) for way in (RIGHT, LEFT)]
-                yield [(owner, way, here[way]) for owner, way in found if owner is not None]
+                visitors = [(self.visitor(step, way), way) for way in (RIGHT, LEFT)]
+                yield [(owner, way, here[way]) for owner, way in visitors if owner is not None]
             wait()
             here = coming
 
@@ -193,12 +193,12 @@ def _owners(tokens: Tokens) -> list[int]:
 
 def _places(tokens: Tokens, rank: int) -> list[tuple[int, slice, slice]]:
     """The runs of a rank: its number among all, where it is in the whole, where in the rank's part."""
-    number, at, found = sum(len(runs) for runs in tokens.runs[:rank]), 0, []
+    number, at, places = sum(len(runs) for runs in tokens.runs[:rank]), 0, []
     for i, run in enumerate(tokens.runs[rank]):
         size = run.stop - run.start
-        found.append((number + i, run, slice(at, at + size)))
+        places.append((number + i, run, slice(at, at + size)))
         at += size
-    return found
+    return places
 
 
 def choose(kernel: str, call: Call) -> Kernel:
@@ -214,7 +214,7 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
         call = plan.whole.call.with_learned([*plan.whole.call.learned()[:3], *others])
         plan = replace(plan, whole=replace(plan.whole, call=call))
-        owns = [one.pack(k, v) for one in plan.rounds()]
+        owns = [part.pack(k, v) for part in plan.rounds()]
         out, lse = _forward(plan, q, owns)
         ctx.plan = plan
         ctx.save_for_backward(q, out, lse, *owns, *others)
@@ -229,8 +229,8 @@ class _Ring(torch.autograd.Function):
         call = call.with_learned([*call.learned()[:3], *others])
         plan = replace(ctx.plan, whole=replace(ctx.plan.whole, call=call))
         with torch.no_grad():
-            made = _backward(plan, q, owns, out, lse, grads[0], list(ctx.needs_input_grad[1:]))
-        return None, *made
+            gradients = _backward(plan, q, owns, out, lse, grads[0], list(ctx.needs_input_grad[1:]))
+        return None, *gradients
 
 
 def _forward(plan: Plan, q: Tensor, owns: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -241,9 +241,8 @@ def _forward(plan: Plan, q: Tensor, owns: list[Tensor]) -> tuple[Tensor, Tensor]
     for part, own in zip(plan.rounds(), owns, strict=True):
         for blocks in part.circulate(own):
             for owner, _, block in blocks:
-                for one in part.block_pairs(q, block, owner):
-                    found = choose(plan.kernel, one.call).forward(one.call)
-                    _merge(total[one.own], lse[one.own], *found)
+                for pair in part.block_pairs(q, block, owner):
+                    _merge(total[pair.own], lse[pair.own], *choose(plan.kernel, pair.call).forward(pair.call))
     if call.sinks is not None:  # once, where all keys have been seen
         sinks = call.sinks[:, :, None].to(dtype)
         with_sinks = torch.logaddexp(lse, sinks)
@@ -272,19 +271,19 @@ def _backward(
     d_biases = [torch.zeros_like(w, dtype=dtype) if want else None for w, want in zip(weights, of_biases, strict=True)]
     given = _Backward(q, out, lse, d_out, torch.zeros_like(q, dtype=dtype), d_biases)
     rounds = zip(plan.rounds(), owns, strict=True)
-    found = [one.unpack(_backward_round(one, own, given), plan.ranks.rank) for one, own in rounds]
-    d_k, d_v = found[0] if len(found) == 1 else (torch.cat([pair[i] for pair in found], 1) for i in range(2))
-    made: list[Tensor | None] = [x.to(q.dtype) for x in (given.d_q, d_k, d_v)]
+    d_kv = [part.unpack(_backward_round(part, own, given), plan.ranks.rank) for part, own in rounds]
+    d_k, d_v = d_kv[0] if len(d_kv) == 1 else (torch.cat([pair[i] for pair in d_kv], 1) for i in range(2))
+    gradients: list[Tensor | None] = [x.to(q.dtype) for x in (given.d_q, d_k, d_v)]
     if call.sinks is not None:
         delta = (out.to(dtype) * d_out.to(dtype)).sum(-1)
         weight = (call.sinks[:, :, None].to(dtype) - lse).exp_()
-        made.append(-(weight * delta).sum(-1).sum_to_size(call.sinks.shape).to(call.sinks.dtype))
-    made += [None if d is None else d.to(w.dtype) for d, w in zip(d_biases, weights, strict=True)]
-    return [grad if want else None for grad, want in zip(made, wanted, strict=True)]
+        gradients.append(-(weight * delta).sum(-1).sum_to_size(call.sinks.shape).to(call.sinks.dtype))
+    gradients += [None if d is None else d.to(w.dtype) for d, w in zip(d_biases, weights, strict=True)]
+    return [grad if want else None for grad, want in zip(gradients, wanted, strict=True)]
 
 
 class _Backward(NamedTuple):
-    """What stays on a rank: its queries, what they found, and where the gradients of queries and biases are summed."""
+    """What stays on a rank in the backward pass; the gradients of queries and biases are added up in it."""
 
     q: Tensor
     out: Tensor
@@ -345,14 +344,14 @@ def _add_gradients(plan: Plan, block: Tensor, owner: int, given: _Backward, into
     """What a block of keys gives to the gradients of the queries here, of the block and of the biases."""
     wanted = [True, True, True, *(d is not None for d in given.d_biases)]
     for own, theirs, rows, cols, call in plan.block_pairs(given.q, block, owner):
-        found = given.out[own], given.lse[own], given.d_out[own]
-        made = choose(plan.kernel, call).backward(call, *found, wanted)
-        given.d_q[own].add_(made.pop(0))
+        results = given.out[own], given.lse[own], given.d_out[own]
+        gradients = choose(plan.kernel, call).backward(call, *results, wanted)
+        given.d_q[own].add_(gradients.pop(0))
         for d in plan.unpack(into(), owner):
-            d[:, :, theirs].add_(made.pop(0))
+            d[:, :, theirs].add_(gradients.pop(0))
         for bias, d in zip(plan.whole.call.biases, given.d_biases, strict=True):
             if d is not None:
-                d[bias.where(plan.heads, rows, cols)].add_(made.pop(0))
+                d[bias.where(plan.heads, rows, cols)].add_(gradients.pop(0))
 
 
 def _pass_on(plan: Plan, step: int, added: dict[int, Tensor], returned: list[Tensor]) -> _InFlight:

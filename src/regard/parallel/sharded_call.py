@@ -146,12 +146,12 @@ class ShardedCall:
         if heads is not None:
             if mask is not None and not as_mask(mask).shared_by_heads():
                 mask = self._mask_of_heads(as_mask(mask), q, k, options)
-            bias = tuple(_bias_of_heads(one, heads) for one in as_biases(bias)) or None
+            bias = tuple(_bias_of_heads(each, heads) for each in as_biases(bias)) or None
             sinks = sinks.to_local() if isinstance(sinks, DTensor) else sinks
         return {"mask": mask, "bias": bias, "sinks": sinks, **options}
 
     def _mask_of_heads(self, mask: Mask, q: Tensor, k: Tensor, options: dict[str, Any]) -> Mask | None:
-        """A mask that is said of each head, for the heads here and all tokens."""
+        """A mask that differs between heads, cut to the heads of this rank; for all tokens."""
         heads = self.sharding.heads
         assert heads is not None
         every = q.detach()[:, :1].expand(-1, heads.total, -1, -1)  # (as many heads as the mask is of)

@@ -179,13 +179,13 @@ class SequenceSharding:
 
 
 def shard(x: Tensor, mesh: DeviceMesh, balance: bool = False, *, dim: int | None = None) -> Tensor:
-    """`SequenceSharding(mesh, balance=balance).shard(x, dim)`. Whoever gets a balanced part must be told: say
-    `balance=True` to `shard_sequence` and `gather`, too."""
+    """`SequenceSharding(mesh, balance=balance).shard(x, dim)`. A balanced part does not say that it is
+    one: pass `balance=True` to `shard_sequence` and `gather`, too."""
     return SequenceSharding(mesh, balance=balance).shard(x, dim)
 
 
 def gather(y: Tensor, mesh: DeviceMesh, balance: bool = False, *, dim: int | None = None) -> Tensor:
-    """`SequenceSharding(mesh, balance=balance).gather(y, dim)`: `balance` must be what `shard` was told."""
+    """`SequenceSharding(mesh, balance=balance).gather(y, dim)`: `balance` must be that of `shard`."""
     return SequenceSharding(mesh, balance=balance).gather(y, dim)
 
 

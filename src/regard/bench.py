@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from regard.parallel.cost import Sizes, Way
 
-__all__ = ["CLOSE", "Beside", "Report", "Row", "distributed", "kernels"]
+__all__ = ["CLOSE", "KernelTiming", "Report", "Row", "distributed", "kernels"]
 
 COMMAND = "torchrun --nproc-per-node 2 -m regard bench --distributed"
 CLOSE = 1e-5  # how far outputs and gradients may be from one process's, relative to the largest
@@ -47,7 +47,7 @@ HANDSHAKE = 14 * 8  # bytes that a rank sends each of the others in one call of 
 
 
 @dataclass(frozen=True)
-class Beside:
+class KernelTiming:
     """Medians in seconds."""
 
     tokens: int
@@ -75,7 +75,7 @@ def kernels(
     head_dim: int = 64,
     causal: bool = True,
     repeats: int = 5,
-) -> list[Beside]:
+) -> list[KernelTiming]:
     """`attend` and `measure` beside F.scaled_dot_product_attention, in float32 with B = 1.
 
     Args:
@@ -93,7 +93,7 @@ def kernels(
         _positive("tokens", n)
         for backward in (False, True):
             times = _take_turns(_contestants(n, heads, kv_heads, head_dim, causal, backward), repeats)
-            rows.append(Beside(n, backward, times["sdpa"], times["attend"], times.get("seeing")))
+            rows.append(KernelTiming(n, backward, times["sdpa"], times["attend"], times.get("seeing")))
     return rows
 
 
@@ -214,13 +214,13 @@ def _processes(timeout: float) -> Iterator[DeviceMesh]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    made = not (dist.is_available() and dist.is_initialized())
-    if made and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+    own_group = not (dist.is_available() and dist.is_initialized())
+    if own_group and not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         raise bad_value(
             "bench --distributed", expected="processes that torchrun started", received="one of its own", remedy=COMMAND
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if made:
+    if own_group:
         if device == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout))
@@ -229,7 +229,7 @@ def _processes(timeout: float) -> Iterator[DeviceMesh]:
     try:
         yield init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("ranks",))
     finally:
-        if made:
+        if own_group:
             dist.destroy_process_group()
 
 
@@ -259,8 +259,8 @@ class _Contestant:
         self.layer.zero_grad()
         out = self.layer(x, mask=self.mask)
         out.backward(self.d_out)
-        made = [out.detach(), *(y.grad for y in (x, *self.layer.parameters()) if y.grad is not None)]
-        return [_waited(y) for y in made]
+        results = [out.detach(), *(y.grad for y in (x, *self.layer.parameters()) if y.grad is not None)]
+        return [_waited(y) for y in results]
 
 
 def _waited(x: Tensor) -> Tensor:
@@ -281,22 +281,22 @@ class _Bench:
     def run(self) -> Report:
         """All that there is to know."""
         ways, refused = self._ways()
-        found: dict[str, dict[str, Any]] = {}
+        measured: dict[str, dict[str, Any]] = {}
         whole: list[Tensor] = []
         for name, way in ways.items():
             self._tell(f"{name}: counting, comparing")
-            sent, made = self._counted(name, way)
-            whole = made if name == _ALONE else whole
-            difference = self._difference(made, whole) if _ALONE in ways and name != _ALONE else None
-            found[name] = {"sent": sent, "formula": way.formula, "difference": difference}
+            sent, results = self._counted(name, way)
+            whole = results if name == _ALONE else whole
+            difference = self._difference(results, whole) if _ALONE in ways and name != _ALONE else None
+            measured[name] = {"sent": sent, "formula": way.formula, "difference": difference}
         del whole
         for name, way in ways.items():
             self._tell(f"{name}: memory")
-            found[name]["memory"] = self._memory(name, way)
+            measured[name]["memory"] = self._memory(name, way)
         times = self._times(ways)
         self._tell("")
         rows = [
-            Row(name, refused[name]) if name in refused else Row(name, seconds=times[name], **found[name])
+            Row(name, refused[name]) if name in refused else Row(name, seconds=times[name], **measured[name])
             for name in (_ALONE, *_WAYS)
         ]
         return Report(self.ranks.rank, self.ranks.size, torch.get_num_threads(), self.device.type, rows)
@@ -343,7 +343,7 @@ class _Bench:
     def _largest(self, *values: float) -> Any:
         """Of each value the largest of all ranks'; one alone as a number."""
         own = torch.tensor(values, dtype=torch.float64, device=self.device)
-        most = self.ranks.gathered(own).amax(0).tolist()
+        most = self.ranks.all_gather(own).amax(0).tolist()
         return most if len(most) > 1 else most[0]
 
     def _step(self, name: str, way: _Contestant) -> list[Tensor]:
@@ -355,26 +355,26 @@ class _Bench:
         from regard.parallel import counting, gather
 
         with counting() as traffic:
-            made = self._step(name, way)
+            results = self._step(name, way)
         kinds = ("blocks", "exchange", "sum", "gather")
         most = self._largest(*(traffic.bytes.get(kind, 0) for kind in kinds))
         if way.balanced is not None:
-            made[:2] = (gather(part, self.mesh, way.balanced) for part in made[:2])
-        made = [_waited(y.full_tensor()) if hasattr(y, "full_tensor") else y for y in made]  # type: ignore[attr-defined]
-        return {kind: int(size) for kind, size in zip(kinds, most, strict=True) if size}, made
+            results[:2] = (gather(part, self.mesh, way.balanced) for part in results[:2])
+        results = [_waited(y.full_tensor()) if hasattr(y, "full_tensor") else y for y in results]  # type: ignore[attr-defined]
+        return {kind: int(size) for kind, size in zip(kinds, most, strict=True) if size}, results
 
-    def _difference(self, made: list[Tensor], whole: list[Tensor]) -> float:
+    def _difference(self, results: list[Tensor], whole: list[Tensor]) -> float:
         """The largest difference from what one process computed, relative to its largest number."""
-        apart = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(made, whole, strict=False)]
+        apart = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(results, whole, strict=False)]
         return self._largest(max(apart, default=0.0))  # (the ranks that were not that one have nothing to compare)
 
     def _memory(self, name: str, way: _Contestant) -> int | None:
         """Bytes at the peak of a step, above what there was before; of the busiest rank."""
         way.layer.zero_grad()
         before = _begin_peak(self.device)
-        made = self._step(name, way)
+        results = self._step(name, way)
         peak = _peak(self.device)
-        del made
+        del results
         above = -1 if before is None or peak is None else peak - before
         missing, most = self._largest(above < 0, above)
         return None if missing else int(most)

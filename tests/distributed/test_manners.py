@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from distributed import together
 from distributed.compare import WIDTH, layer, normal, shaken
-from regard import AttentionBlock, parallel
+from regard import AttentionBlock, MultiHeadAttention, parallel
 from regard.models.config import ModelConfig
 from regard.models.decoder import Decoder
 from regard.models.generation import Rules, tokens
@@ -48,6 +48,11 @@ def _states(plane: DeviceMesh, mesh: DeviceMesh, x: Tensor) -> Pairs:
     both = parallel.shard_sequence(parallel.shard_heads(copy.deepcopy(plain), mesh), plane["sequence"])
     twin = copy.deepcopy(both)
     found["a copy"] = twin(x).detach(), right
+    found["a copy's class"] = (
+        [type(twin).__name__, type(twin).__bases__[-1]],
+        ["ShardedMultiHeadAttention", MultiHeadAttention],
+    )
+    found["the plain layer's class"] = type(plain), MultiHeadAttention
     for module in (both, twin):
         module(x).square().sum().backward()
     twins, ours = ([p.grad.to_local() for p in module.parameters()] for module in (twin, both))  # type: ignore[union-attr]
@@ -109,6 +114,8 @@ MANNERS = {
     "weights after a plain state dict": EXACT,
     "its own state dict": CLOSE,
     "a copy": CLOSE,
+    "a copy's class": EXACT,
+    "the plain layer's class": EXACT,
     "gradients of a copy": EXACT,
     "counting within counting": EXACT,
     "a weight of two modules": SUMMED,

@@ -19,7 +19,7 @@ from regard import MultiHeadAttention, parallel
 from regard.masks import Causal, Mask, Window
 from regard.parallel import Tokens, alltoall
 from regard.parallel.collectives import Ranks
-from regard.parallel.global_call import Whole
+from regard.parallel.global_call import GlobalCall
 from regard.parallel.ring import Plan
 
 B, H, G, D, E = 2, 12, 4, 6, 5
@@ -115,12 +115,12 @@ def pairs(rank: int, size: int, tokens: int, balanced: bool) -> int:
     ranks = Ranks.of(init_device_mesh("cpu", (size,)))
     own = Tokens.of(tokens, size, balanced)
     q, block = torch.zeros(1, 1, own.lengths[rank], 2), torch.zeros(4 * own.lengths[rank])
-    whole = Whole.of(q, q, q, own, own, None, mask=Causal())
+    whole = GlobalCall.of(q, q, q, own, own, None, mask=Causal())
     plan = Plan.of(whole, ranks, "reference")
     total = 0
     for owner in range(size):
         block = plan.new_block(owner, torch.float32)
-        for _, _, _, _, call in plan.meetings(q, block, owner):
+        for _, _, _, _, call in plan.block_pairs(q, block, owner):
             n, m = call.shape[2:]
             total += n * m if call.mask is None else n * (n + 1) // 2  # on the diagonal a kernel skips half
             assert call.mask is None or n == m

@@ -145,5 +145,5 @@ class RollingCache:
 
 
 def tokens_read(cache: KVCache | RollingCache) -> int:
-    """How many tokens a cache has been given and not told to forget; a `RollingCache` holds the last of them."""
+    """How many tokens a cache was given, less those that were truncated; a `RollingCache` holds the last of them."""
     return cache.seen if isinstance(cache, RollingCache) else len(cache)

@@ -47,7 +47,7 @@ def bench(
         _print_report(report)
 
 
-def _print_kernels(rows: list[benches.Beside]) -> None:
+def _print_kernels(rows: list[benches.KernelTiming]) -> None:
     table = common.table("", "tokens", "SDPA", "attend", "ratio", "seeing", "ratio")
     for row in rows:
         times = [_time(row.sdpa), _time(row.attend), f"{row.ratio:.2f}"]

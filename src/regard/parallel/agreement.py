@@ -22,7 +22,7 @@ from regard.parallel.alltoall import heads_of
 from regard.parallel.collectives import Ranks, digest
 from regard.parallel.global_call import describe
 from regard.parallel.sharded_call import ShardedCall
-from regard.parallel.token_layout import SequenceSharding, Tokens, parts_of
+from regard.parallel.token_layout import SequenceSharding, Tokens, gather_parts
 from regard.positions import as_biases
 
 __all__ = ["HeadSharding", "LayerInputs", "Sharding", "no_cache"]
@@ -150,7 +150,7 @@ class Sharding:
 
         for ranks, differ in groups:
             try:
-                rows = ranks.agreed(what, names, facts_or_error, differ)
+                rows = ranks.agree(what, names, facts_or_error, differ)
             except ConnectionError:
                 raise
             except Exception as raised:
@@ -194,11 +194,11 @@ class Sharding:
                     expected=f"one flag for each of all {tokens.total} tokens, or on each rank of its part, {lengths}",
                     received=f"lengths {kept}",
                 )
-            keep = tokens.whole(parts_of(keep, self.sequence.ranks, tokens, 1), 1)
+            keep = tokens.whole(gather_parts(keep, self.sequence.ranks, tokens, 1), 1)
         return tokens, keep
 
     def _locate(self, rows: list[dict[str, int]], inputs: LayerInputs, seed: Tensor | None) -> ShardedCall:
-        """Which tokens of the whole this rank has: each told the others how many it has."""
+        """Which tokens of the whole sequence this rank has, from the lengths of all ranks' parts."""
         assert self.sequence is not None
         n, m, given = (tuple(row[name] for row in rows) for name in _LENGTHS)
         queries, keys, positions = self.sequence.tokens(n), self.sequence.tokens(m), inputs.positions
@@ -210,7 +210,7 @@ class Sharding:
                     expected=f"those of all {queries.total} tokens, or on each rank those of its part, {n}",
                     received=f"lengths {given}",
                 )
-            positions = queries.whole(parts_of(positions, self.sequence.ranks, queries, axis), axis)
+            positions = queries.whole(gather_parts(positions, self.sequence.ranks, queries, axis), axis)
         return ShardedCall(self, queries, keys, positions, inputs.key is inputs.query, seed)
 
 
@@ -257,4 +257,4 @@ def _check_positions(positions: object) -> None:
 
 def describe_bias(bias: Any) -> list[Any]:
     """Kinds and shapes of biases, for `describe`."""
-    return [(type(one).__name__, tuple(one.weight.shape)) for one in as_biases(bias)]
+    return [(type(each).__name__, tuple(each.weight.shape)) for each in as_biases(bias)]

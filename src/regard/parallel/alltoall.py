@@ -20,7 +20,7 @@ from torch import Tensor
 
 from regard import kernels
 from regard.parallel.collectives import Ranks
-from regard.parallel.global_call import Whole
+from regard.parallel.global_call import GlobalCall
 from regard.parallel.token_layout import Tokens
 
 __all__ = ["attend", "heads_of", "kv_heads_of", "to_heads"]
@@ -44,7 +44,7 @@ def kv_heads_of(own: slice, heads: int, groups: int) -> list[int]:
     each = [head // shared for head in range(own.start, own.stop)]
     once = sorted(set(each))
     count = len(each) // len(once)
-    return once if each == [one for one in once for _ in range(count)] else each
+    return once if each == [head for head in once for _ in range(count)] else each
 
 
 class _Exchange(torch.autograd.Function):
@@ -68,7 +68,7 @@ def _exchanged(ranks: Ranks, going: Shapes, coming: Shapes, tensors: Sequence[Te
     sent, came = (tensors[0].new_empty(sum(_counts(shapes))) for shapes in (going, coming))
     for place, tensor in zip(_opened(sent, going), tensors, strict=True):
         place.copy_(tensor)
-    ranks.exchange(sent, _counts(going), came, _counts(coming))
+    ranks.all_to_all(sent, _counts(going), came, _counts(coming))
     return tuple(_opened(came, coming))
 
 
@@ -114,7 +114,7 @@ def to_tokens(ranks: Ranks, queries: Tokens, heads: int, out: Tensor) -> Tensor:
     return torch.cat(came, 1)  # type: ignore[arg-type]
 
 
-def attend(whole: Whole, ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
+def attend(whole: GlobalCall, ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
     """(B, H, n, E): this rank's queries against the keys of all."""
     heads = q.shape[1]
     own = heads_of(heads, ranks.size)[ranks.rank]

@@ -1,4 +1,4 @@
-"""Gradients clipped by their norm over all parameters, where some are spread over processes and others are not."""
+"""Gradients clipped by their norm over all parameters, where some are sharded over processes and others are not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["clip_grad_norm_"]
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """As `torch.nn.utils.clip_grad_norm_`, which refuses a mixture of plain tensors and DTensors: a model of which
-    `shard_heads` spread some weights. The norm is that of the whole gradients, the same on every rank.
+    `shard_heads` sharded some weights. The norm is that of the whole gradients, the same on every rank.
 
     >>> weight = torch.nn.Parameter(torch.ones(4))
     >>> weight.grad = torch.full((4,), 2.0)

@@ -1,4 +1,4 @@
-"""What travels between processes: the collectives of this room. They are counted, and their errors say what to do.
+"""Collectives of `torch.distributed`, counted, with errors that say what to do.
 
 Letters: P processes of one mesh dimension.
 """
@@ -68,7 +68,7 @@ def counting() -> Iterator[Traffic]:
         with _Functional(sent):
             yield sent
     finally:
-        _COUNTERS[:] = [one for one in _COUNTERS if one is not sent]  # (equal ones are not the same)
+        _COUNTERS[:] = [counter for counter in _COUNTERS if counter is not sent]  # (equal ones are not the same)
 
 
 class _Functional(TorchDispatchMode):
@@ -167,29 +167,29 @@ class Ranks:
 
     # Collectives. All processes must call them in the same order.
 
-    def gathered(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """x of every process, of one shape: (P, *x.shape)."""
         out = x.new_empty(self.size, *x.shape)
         if self.size == 1:
             return out.copy_(x[None])
         _count("gather", x.nbytes * (self.size - 1), self.size - 1)
-        with self._told("gather"):
+        with self._network_errors("gather"):
             _gather(_travelling(out.view(-1)), _travelling(x.contiguous().view(-1)), group=self.group)
         return out
 
     def first(self, number: int) -> int:
         """The first process's number, on all."""
-        return int(self.gathered(torch.tensor(number, dtype=torch.int64, device=self.device))[0])
+        return int(self.all_gather(torch.tensor(number, dtype=torch.int64, device=self.device))[0])
 
-    def summed(self, x: Tensor) -> Tensor:
+    def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over the processes, in its place."""
         if self.size > 1:
             _count("sum", _of_a_sum(x.nbytes, self.size))
-            with self._told("sum"):
+            with self._network_errors("sum"):
                 dist.all_reduce(x, group=self.group)
         return x
 
-    def synchronise(self, module: nn.Module, check: Callable[[], None], /, **settings: Any) -> None:
+    def broadcast_module(self, module: nn.Module, check: Callable[[], None], /, **settings: Any) -> None:
         """Give every process the parameters and buffers of the first, where they have the same names and shapes, and
         the same settings. Where the check raises on one, all raise."""
         names, frozen = "names, shapes and dtypes of parameters", "parameters that get a gradient"
@@ -198,21 +198,21 @@ class Ranks:
             check()
             for name, x in module.named_parameters():
                 self._check_whole(name, x)
-            said = [(name, tuple(x.shape), str(x.dtype)) for name, x in _tensors(module).items()]
+            shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in _tensors(module).items()]
             learned = [name for name, x in module.named_parameters() if x.requires_grad]
-            return {names: digest(said), frozen: digest(learned), **{key: digest(x) for key, x in settings.items()}}
+            return {names: digest(shapes), frozen: digest(learned), **{key: digest(x) for key, x in settings.items()}}
 
-        self.agreed("module", (names, frozen, *settings), facts)
+        self.agree("module", (names, frozen, *settings), facts)
         for x in _tensors(module).values():
             if self.size > 1 and x.device.type != "meta":
                 whole = x.contiguous()
-                with self._told("weights"):
+                with self._network_errors("weights"):
                     dist.broadcast(_travelling(whole.view(-1)), group=self.group, group_src=0)
                 x.copy_(whole)
 
     def overlaps(self, group: dist.ProcessGroup) -> bool:
         """Whether some process besides this one is in both groups."""
-        mine, theirs = (dist.get_process_group_ranks(one) for one in (self.group, group))
+        mine, theirs = (dist.get_process_group_ranks(each) for each in (self.group, group))
         return len(set(mine) & set(theirs)) > 1
 
     def _check_whole(self, name: str, x: Tensor) -> None:
@@ -228,13 +228,13 @@ class Ranks:
                     remedy="heads and sequence over two dimensions of a mesh; fully_shard last",
                 )
 
-    def exchange(self, sent: Tensor, sizes: list[int], came: Tensor, their_sizes: list[int]) -> None:
+    def all_to_all(self, sent: Tensor, sizes: list[int], came: Tensor, their_sizes: list[int]) -> None:
         """Cut along `sizes`, the first piece goes to the first process, and so on; `came` is filled in the same way."""
         if self.size == 1:
             came.copy_(sent)
             return
         _count("exchange", (sent.numel() - sizes[self.rank]) * sent.element_size(), self.size - 1)
-        with self._told("exchange"):
+        with self._network_errors("exchange"):
             dist.all_to_all_single(came, sent, their_sizes, sizes, group=self.group)
 
     def post(
@@ -254,17 +254,17 @@ class Ranks:
         if not operations:
             return lambda: None
         _count("blocks", sum(tensor.nbytes for _, tensor in sends), len(sends))
-        with self._told("send"):
+        with self._network_errors("send"):
             works = dist.batch_isend_irecv(operations)
 
         def wait() -> None:
-            with self._told("receive"):
+            with self._network_errors("receive"):
                 while works:  # (gloo would wait a second time for ever)
                     works.pop(0).wait()
 
         return wait
 
-    def agreed(
+    def agree(
         self, what: str, names: Sequence[str], facts: Callable[[], dict[str, int]], differ: Sequence[str] = ()
     ) -> list[dict[str, int]]:
         """Every process's facts, by process. They must be the same in all, but for those that may `differ`.
@@ -279,11 +279,11 @@ class Ranks:
             error = raised
         assert tuple(row) == tuple(names)
         values = torch.tensor([int(error is not None), *row.values()], dtype=torch.int64, device=self.device)
-        table = self.gathered(values).tolist()
+        table = self.all_gather(values).tolist()
         failed = [rank for rank, (flag, *_) in enumerate(table) if flag]
         if failed:
             words: list[Any] = [None] * self.size
-            with self._told("agree"):
+            with self._network_errors("agree"):
                 dist.all_gather_object(words, None if error is None else f"{type(error).__name__}: {error}", self.group)
             if error is not None:
                 raise error
@@ -295,27 +295,27 @@ class Ranks:
                 values = [row[name] for row in rows]
                 if max(values) >= _HASHED:
                     values = ["one" if value == values[0] else "another" for value in values]
-                told = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
-                raise bad_value(what, expected=f"the same {name} on every rank of {self.name!r}", received=told)
+                by_rank = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+                raise bad_value(what, expected=f"the same {name} on every rank of {self.name!r}", received=by_rank)
         return rows
 
     def wait(self, x: Tensor) -> Tensor:
         """What DTensor computes with others, as soon as it is there."""
         if isinstance(x, AsyncCollectiveTensor):
-            with self._told("sum"):
+            with self._network_errors("sum"):
                 x.wait()  # (what it returns has no gradient)
         return x
 
-    def entered(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        """An input of projections whose columns are spread, as a replicated DTensor: its gradient is a sum over the
+    def replicate(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        """An input of projections sharded by columns, as a replicated DTensor: its gradient is a sum over the
         processes."""
         if isinstance(x, DTensor):
             return x
-        return _Entered.apply(x, self, mesh)  # type: ignore[return-value]
+        return _Replicate.apply(x, self, mesh)  # type: ignore[return-value]
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        """Errors of the network in words."""
+    def _network_errors(self, what: str) -> Iterator[None]:
+        """Turn errors of the network into a `ConnectionError` that says what to look for."""
         try:
             yield
         except (RuntimeError, dist.DistError) as error:
@@ -329,8 +329,8 @@ class Ranks:
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, of DTensors what is here."""
-    found = {name: x.detach() for name, x in (*module.named_parameters(), *module.named_buffers())}
-    return {name: x.to_local() if isinstance(x, DTensor) else x for name, x in found.items()}
+    tensors = {name: x.detach() for name, x in (*module.named_parameters(), *module.named_buffers())}
+    return {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tensors.items()}
 
 
 _TRAVEL = (
@@ -350,7 +350,7 @@ def _travelling(x: Tensor) -> Tensor:
     return x if x.dtype in _TRAVEL else x.view(torch.uint8)
 
 
-class _Entered(torch.autograd.Function):
+class _Replicate(torch.autograd.Function):
     """As DTensor.from_local; the sum of the gradient is waited for here, where an error of the network gets words."""
 
     @staticmethod
@@ -360,7 +360,7 @@ class _Entered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        with ctx.ranks._told("sum"):
+        with ctx.ranks._network_errors("sum"):
             return ctx.ranks.wait(grads[0].redistribute(ctx.mesh, [Replicate()]).to_local()), None, None
 
 
@@ -369,7 +369,7 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 
 
 def fingerprint(x: Tensor) -> list[int]:
-    """Whole numbers as a few: which there are, and in which rows and columns.
+    """GlobalCall numbers as a few: which there are, and in which rows and columns.
 
     >>> fingerprint(torch.tensor([[1, 0], [0, 1]])) == fingerprint(torch.tensor([[1, 1], [0, 0]]))
     False
@@ -378,7 +378,7 @@ def fingerprint(x: Tensor) -> list[int]:
     """
     x = x.detach()[(None,) * max(0, 2 - x.dim())]
     sums = x.sum(-1, dtype=torch.int64).flatten(), x.flatten(0, -2).sum(0, dtype=torch.int64)
-    return [int((one * torch.arange(1, len(one) + 1, device=x.device)).sum()) for one in sums]
+    return [int((numbers * torch.arange(1, len(numbers) + 1, device=x.device)).sum()) for numbers in sums]
 
 
 _HASHED = 2**40  # larger numbers are hashes, which say nothing to a reader

@@ -18,11 +18,11 @@ from regard.masks import Grid
 from regard.parallel.collectives import fingerprint
 from regard.parallel.token_layout import Tokens
 
-__all__ = ["Drop", "Whole", "describe"]
+__all__ = ["GlobalCall", "GlobalDropout", "describe"]
 
 
 @dataclass(frozen=True)
-class Drop:
+class GlobalDropout:
     """Dropout of a whole attention: one seed for all ranks, and which heads of the layer are here."""
 
     p: float
@@ -41,23 +41,25 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class Whole:
+class GlobalCall:
     """A call whose q, k and v have the sizes of the whole and hold nothing; and what of it is where."""
 
     call: Call
     queries: Tokens
     keys: Tokens
-    drop: Drop | None
+    drop: GlobalDropout | None
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, drop: Drop | None, **options: Any) -> Whole:
+    def of(
+        q: Tensor, k: Tensor, v: Tensor, queries: Tokens, keys: Tokens, drop: GlobalDropout | None, **options: Any
+    ) -> GlobalCall:
         """Checked and lowered as `attend` does it, from one rank's q (B, H, n, D), k (B, G, m, D) and v (B, G, m, E);
         the options are the whole's."""
 
         def sized(x: Tensor, length: int) -> Tensor:
             return x.detach().new_zeros(()).expand(*x.shape[:2], length, x.shape[3])  # no memory
 
-        return Whole(
+        return GlobalCall(
             prepare(sized(q, queries.total), sized(k, keys.total), sized(v, keys.total), **options), queries, keys, drop
         )
 
@@ -73,8 +75,7 @@ class Whole:
         if self.call.mask is None or 0 in shape:
             return [[True] * shape[1] for _ in q_runs], [[True] * shape[1] for _ in q_runs]
         tile = self.call.whole()
-        found = self.call.mask.survey(_Runs(tile, q_runs, k_runs))
-        some, every = (x.expand(x.shape[0], *shape) for x in found)
+        some, every = (x.expand(x.shape[0], *shape) for x in self.call.mask.survey(_Runs(tile, q_runs, k_runs)))
         return some.any(0).tolist(), every.all(0).tolist()
 
 
@@ -120,18 +121,18 @@ def _extremes(values: Tensor, runs: list[slice], axis: int) -> tuple[Tensor, Ten
 
 def describe(*things: Any) -> tuple[Any, ...]:
     """What the ranks must agree on, of masks and biases: their kinds, shapes and (on the CPU) sums."""
-    told: list[Any] = []
+    facts: list[Any] = []
     for thing in things:
         if isinstance(thing, Tensor):
-            told.append((tuple(thing.shape), str(thing.dtype)))
+            facts.append((tuple(thing.shape), str(thing.dtype)))
             if thing.device.type == "cpu" and not thing.is_floating_point():
-                told.append(fingerprint(thing))
+                facts.append(fingerprint(thing))
         elif hasattr(thing, "fields"):
-            told.append((type(thing).__name__, describe(*(getattr(thing, name) for name in thing.fields))))
+            facts.append((type(thing).__name__, describe(*(getattr(thing, name) for name in thing.fields))))
         elif isinstance(thing, (list, tuple)):
-            told.append(describe(*thing))
+            facts.append(describe(*thing))
         elif isinstance(thing, (int, float, str, bool)) or thing is None:
-            told.append(thing)
+            facts.append(thing)
         else:
-            told.append(type(thing).__name__)
-    return tuple(told)
+            facts.append(type(thing).__name__)
+    return tuple(facts)

@@ -57,22 +57,22 @@ def shard_heads(module: nn.Module, mesh: DeviceMesh, *, check: bool = True) -> n
     """
     ranks = Ranks.of(mesh)
     layers, parts = layers_of(module)
-    ranks.synchronise(
+    ranks.broadcast_module(
         module, lambda: _check(module, layers, parts, ranks), check=check, **{"settings of layers": settings_of(layers)}
     )
     with warnings.catch_warnings():  # that random numbers of DTensors are not supported on CPUs: none are drawn
         warnings.filterwarnings("ignore", "DTensor random operators may not have complete support", UserWarning)
         _shard(layers, parts, mesh, check)
-    for one in module.modules():
-        if isinstance(one, AttentionBlock):
-            one.dropout.register_forward_pre_hook(_SameNumbers(ranks), with_kwargs=True)
-        if isinstance(one, TextModel):
-            one.first = ranks.first
-            if isinstance(one, ShardedTextModel):
-                inside = set(one.modules())
-                one.sharding.heads = next(sharding_of(layer).heads for layer in layers.values() if layer in inside)
+    for child in module.modules():
+        if isinstance(child, AttentionBlock):
+            child.dropout.register_forward_pre_hook(_SameNumbers(ranks), with_kwargs=True)
+        if isinstance(child, TextModel):
+            child.first = ranks.first
+            if isinstance(child, ShardedTextModel):
+                inside = set(child.modules())
+                child.sharding.heads = next(sharding_of(layer).heads for layer in layers.values() if layer in inside)
             elif check:
-                one.register_forward_pre_hook(_SameText(ranks), with_kwargs=True)
+                child.register_forward_pre_hook(_SameText(ranks), with_kwargs=True)
     return module
 
 
@@ -174,12 +174,12 @@ def _check_owners(module: nn.Module, layers: dict[str, MultiHeadAttention], part
     linears = [getattr(layer, part) for layer in layers.values() for part in ("q_proj", "k_proj", "v_proj", "out_proj")]
     linears += [linear for part in parts.values() for linear in (part.gate, part.up, part.down) if linear is not None]
     owners: dict[Tensor, set[nn.Module]] = {}
-    for one in module.modules():
-        for parameter in one.parameters(recurse=False):
-            owners.setdefault(parameter, set()).add(one)
-    for name, one in module.named_modules():
-        if one in linears and (
-            linears.count(one) > 1 or any(len(owners[x]) > 1 for x in one.parameters(recurse=False))
+    for child in module.modules():
+        for parameter in child.parameters(recurse=False):
+            owners.setdefault(parameter, set()).add(child)
+    for name, child in module.named_modules():
+        if child in linears and (
+            linears.count(child) > 1 or any(len(owners[x]) > 1 for x in child.parameters(recurse=False))
         ):
             raise bad_value(
                 name,
@@ -240,7 +240,7 @@ def _shard_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
 
 def _entering(ranks: Ranks, mesh: DeviceMesh, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The input of several projections as one replicated DTensor: its gradients are summed over the ranks once."""
-    return (ranks.entered(inputs[0], mesh), *inputs[1:])
+    return (ranks.replicate(inputs[0], mesh), *inputs[1:])
 
 
 def _leaving(ranks: Ranks, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
@@ -297,7 +297,7 @@ class _SameNumbers:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if module.training and module.p and self.ranks.device.type == "cpu":
-            torch.set_rng_state(self.ranks.gathered(torch.get_rng_state())[0])
+            torch.set_rng_state(self.ranks.all_gather(torch.get_rng_state())[0])
 
 
 class _SameText:
@@ -320,4 +320,4 @@ class _SameText:
                 "keep": 0 if keep is None else digest(tuple(keep.shape), fingerprint(keep)),
             }
 
-        self.ranks.agreed("model", ("shape of ids", "tokens", "keep"), facts)
+        self.ranks.agree("model", ("shape of ids", "tokens", "keep"), facts)

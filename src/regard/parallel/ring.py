@@ -33,7 +33,7 @@ from regard import kernels
 from regard.kernels import Call, Kernel, blockwise, fused
 from regard.kernels.operators import new_output
 from regard.parallel.collectives import Ranks
-from regard.parallel.global_call import Whole
+from regard.parallel.global_call import GlobalCall
 from regard.parallel.token_layout import Tokens
 
 __all__ = ["Route", "attend", "route"]
@@ -77,7 +77,7 @@ def route(needed: list[list[bool]]) -> Route:
     return Route(tuple(right), tuple(left))
 
 
-class Meeting(NamedTuple):
+class BlockPair(NamedTuple):
     """A run of queries and a run of keys: where they lie in q and in the block, where in the whole, and the call."""
 
     own: tuple[slice, slice, slice]
@@ -91,7 +91,7 @@ class Meeting(NamedTuple):
 class Plan:
     """One ring: whose turn it is, and when. A round of it is a plan with fewer kv heads."""
 
-    whole: Whole
+    whole: GlobalCall
     ranks: Ranks
     kernel: str
     route: Route
@@ -100,7 +100,7 @@ class Plan:
     groups: slice  # the kv heads
 
     @staticmethod
-    def of(whole: Whole, ranks: Ranks, kernel: str) -> Plan:
+    def of(whole: GlobalCall, ranks: Ranks, kernel: str) -> Plan:
         some, every = whole.survey()
         rows, cols = _owners(whole.queries), _owners(whole.keys)
         needed = [[False] * ranks.size for _ in range(ranks.size)]
@@ -118,20 +118,20 @@ class Plan:
     def rounds(self) -> list[Plan]:
         """The same for some kv heads at a time, as many as make no large block on any rank."""
         (batch, groups, _, d), e = self.whole.call.k.shape, self.whole.call.v.shape[3]
-        one = batch * max(self.whole.keys.lengths) * (d + e) * self.whole.call.k.element_size()
-        some = max(1, LARGE * (1 if self.ranks.device.type == "cpu" else 8) // max(one, 1))
+        bytes_of_head = batch * max(self.whole.keys.lengths) * (d + e) * self.whole.call.k.element_size()
+        some = max(1, LARGE * (1 if self.ranks.device.type == "cpu" else 8) // max(bytes_of_head, 1))
         if some >= groups or not self.route.steps:
             return [self]
         return [replace(self, groups=slice(first, min(first + some, groups))) for first in range(0, groups, some)]
 
-    def visiting(self, step: int, way: int) -> int | None:
+    def visitor(self, step: int, way: int) -> int | None:
         """Whose block is here after so many steps that way; None where none comes so far."""
         owner = (self.ranks.rank - way * step) % self.ranks.size
         return owner if self.route.far(way)[owner] >= step else None
 
-    def meetings(self, q: Tensor, block: Tensor, owner: int) -> Iterator[Meeting]:
+    def block_pairs(self, q: Tensor, block: Tensor, owner: int) -> Iterator[BlockPair]:
         """What is to be computed of a rank's block: the runs of queries here and of its keys that see each other."""
-        k, v = self.opened(block, owner)
+        k, v = self.unpack(block, owner)
         seen_by_all = replace(self.whole, call=replace(self.whole.call, mask=None))
         for a, rows, own in _places(self.whole.queries, self.ranks.rank):
             for b, cols, theirs in _places(self.whole.keys, owner):
@@ -139,9 +139,9 @@ class Plan:
                     whole = seen_by_all if self.every[a][b] else self.whole
                     here = slice(None), self.heads, own
                     call = whole.part(q[here], k[:, :, theirs], v[:, :, theirs], self.heads, rows, cols)
-                    yield Meeting(here, theirs, rows, cols, replace(call, sinks=None))
+                    yield BlockPair(here, theirs, rows, cols, replace(call, sinks=None))
 
-    def opened(self, block: Tensor, owner: int) -> tuple[Tensor, Tensor]:
+    def unpack(self, block: Tensor, owner: int) -> tuple[Tensor, Tensor]:
         """A block as keys (B, G, m, D) and values (B, G, m, E)."""
         (batch, _, _, d), e = self.whole.call.k.shape, self.whole.call.v.shape[3]
         groups, m = self.groups.stop - self.groups.start, self.whole.keys.lengths[owner]
@@ -154,14 +154,14 @@ class Plan:
         size = batch * (self.groups.stop - self.groups.start) * self.whole.keys.lengths[owner] * (d + e)
         return torch.empty(size, dtype=dtype, device=self.whole.call.q.device)
 
-    def own_block(self, k: Tensor, v: Tensor) -> Tensor:
+    def pack(self, k: Tensor, v: Tensor) -> Tensor:
         """This rank's keys and values as one message."""
         block = self.new_block(self.ranks.rank, k.dtype)
-        for part, x in zip(self.opened(block, self.ranks.rank), (k, v), strict=True):
+        for part, x in zip(self.unpack(block, self.ranks.rank), (k, v), strict=True):
             part.copy_(x[:, self.groups])
         return block
 
-    def travel(self, own: Tensor) -> Iterator[list[tuple[int, int, Tensor]]]:
+    def circulate(self, own: Tensor) -> Iterator[list[tuple[int, int, Tensor]]]:
         """Step after step the blocks that are here: (owner, way, block). While a caller works on them, the next ones
         are on their way."""
         here: dict[int, Tensor] = {RIGHT: own, LEFT: own}
@@ -169,10 +169,10 @@ class Plan:
             coming: dict[int, Tensor] = {}
             sends, receives = [], []
             for way in (RIGHT, LEFT):
-                mine = self.visiting(step, way)
+                mine = self.visitor(step, way)
                 if mine is not None and self.route.far(way)[mine] > step:
                     sends.append(((self.ranks.rank + way) % self.ranks.size, here[way]))
-                owner = self.visiting(step + 1, way)
+                owner = self.visitor(step + 1, way)
                 if owner is not None:
                     coming[way] = self.new_block(owner, own.dtype)
                     receives.append(((self.ranks.rank - way) % self.ranks.size, coming[way]))
@@ -180,8 +180,8 @@ class Plan:
             if step == 0:
                 yield [(self.ranks.rank, RIGHT, own)]
             else:
-                found = [(self.visiting(step, way), way) for way in (RIGHT, LEFT)]
-                yield [(owner, way, here[way]) for owner, way in found if owner is not None]
+                visitors = [(self.visitor(step, way), way) for way in (RIGHT, LEFT)]
+                yield [(owner, way, here[way]) for owner, way in visitors if owner is not None]
             wait()
             here = coming
 
@@ -193,12 +193,12 @@ def _owners(tokens: Tokens) -> list[int]:
 
 def _places(tokens: Tokens, rank: int) -> list[tuple[int, slice, slice]]:
     """The runs of a rank: its number among all, where it is in the whole, where in the rank's part."""
-    number, at, found = sum(len(runs) for runs in tokens.runs[:rank]), 0, []
+    number, at, places = sum(len(runs) for runs in tokens.runs[:rank]), 0, []
     for i, run in enumerate(tokens.runs[rank]):
         size = run.stop - run.start
-        found.append((number + i, run, slice(at, at + size)))
+        places.append((number + i, run, slice(at, at + size)))
         at += size
-    return found
+    return places
 
 
 def choose(kernel: str, call: Call) -> Kernel:
@@ -214,7 +214,7 @@ class _Ring(torch.autograd.Function):
     def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
         call = plan.whole.call.with_learned([*plan.whole.call.learned()[:3], *others])
         plan = replace(plan, whole=replace(plan.whole, call=call))
-        owns = [one.own_block(k, v) for one in plan.rounds()]
+        owns = [part.pack(k, v) for part in plan.rounds()]
         out, lse = _forward(plan, q, owns)
         ctx.plan = plan
         ctx.save_for_backward(q, out, lse, *owns, *others)
@@ -229,8 +229,8 @@ class _Ring(torch.autograd.Function):
         call = call.with_learned([*call.learned()[:3], *others])
         plan = replace(ctx.plan, whole=replace(ctx.plan.whole, call=call))
         with torch.no_grad():
-            made = _backward(plan, q, owns, out, lse, grads[0], list(ctx.needs_input_grad[1:]))
-        return None, *made
+            gradients = _backward(plan, q, owns, out, lse, grads[0], list(ctx.needs_input_grad[1:]))
+        return None, *gradients
 
 
 def _forward(plan: Plan, q: Tensor, owns: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -239,11 +239,10 @@ def _forward(plan: Plan, q: Tensor, owns: list[Tensor]) -> tuple[Tensor, Tensor]
     lse.fill_(float("-inf"))
     total = out.zero_() if out.dtype is dtype else torch.zeros_like(out, dtype=dtype)
     for part, own in zip(plan.rounds(), owns, strict=True):
-        for blocks in part.travel(own):
+        for blocks in part.circulate(own):
             for owner, _, block in blocks:
-                for one in part.meetings(q, block, owner):
-                    found = choose(plan.kernel, one.call).forward(one.call)
-                    _merge(total[one.own], lse[one.own], *found)
+                for pair in part.block_pairs(q, block, owner):
+                    _merge(total[pair.own], lse[pair.own], *choose(plan.kernel, pair.call).forward(pair.call))
     if call.sinks is not None:  # once, where all keys have been seen
         sinks = call.sinks[:, :, None].to(dtype)
         with_sinks = torch.logaddexp(lse, sinks)
@@ -270,21 +269,21 @@ def _backward(
     weights = [bias.weight for bias in call.biases]
     of_biases = wanted[len(wanted) - len(weights) :]
     d_biases = [torch.zeros_like(w, dtype=dtype) if want else None for w, want in zip(weights, of_biases, strict=True)]
-    given = _Given(q, out, lse, d_out, torch.zeros_like(q, dtype=dtype), d_biases)
+    given = _Backward(q, out, lse, d_out, torch.zeros_like(q, dtype=dtype), d_biases)
     rounds = zip(plan.rounds(), owns, strict=True)
-    found = [one.opened(_backward_round(one, own, given), plan.ranks.rank) for one, own in rounds]
-    d_k, d_v = found[0] if len(found) == 1 else (torch.cat([pair[i] for pair in found], 1) for i in range(2))
-    made: list[Tensor | None] = [x.to(q.dtype) for x in (given.d_q, d_k, d_v)]
+    d_kv = [part.unpack(_backward_round(part, own, given), plan.ranks.rank) for part, own in rounds]
+    d_k, d_v = d_kv[0] if len(d_kv) == 1 else (torch.cat([pair[i] for pair in d_kv], 1) for i in range(2))
+    gradients: list[Tensor | None] = [x.to(q.dtype) for x in (given.d_q, d_k, d_v)]
     if call.sinks is not None:
         delta = (out.to(dtype) * d_out.to(dtype)).sum(-1)
         weight = (call.sinks[:, :, None].to(dtype) - lse).exp_()
-        made.append(-(weight * delta).sum(-1).sum_to_size(call.sinks.shape).to(call.sinks.dtype))
-    made += [None if d is None else d.to(w.dtype) for d, w in zip(d_biases, weights, strict=True)]
-    return [grad if want else None for grad, want in zip(made, wanted, strict=True)]
+        gradients.append(-(weight * delta).sum(-1).sum_to_size(call.sinks.shape).to(call.sinks.dtype))
+    gradients += [None if d is None else d.to(w.dtype) for d, w in zip(d_biases, weights, strict=True)]
+    return [grad if want else None for grad, want in zip(gradients, wanted, strict=True)]
 
 
-class _Given(NamedTuple):
-    """What stays on a rank: its queries, what they found, and where the gradients of queries and biases are summed."""
+class _Backward(NamedTuple):
+    """What stays on a rank in the backward pass; the gradients of queries and biases are added up in it."""
 
     q: Tensor
     out: Tensor
@@ -294,91 +293,91 @@ class _Given(NamedTuple):
     d_biases: list[Tensor | None]
 
 
-def _backward_round(plan: Plan, own: Tensor, given: _Given) -> Tensor:
+def _backward_round(plan: Plan, own: Tensor, given: _Backward) -> Tensor:
     """The gradient of this rank's own block; those of its queries and of the biases are added to what is given."""
-    behind, came_home = _Behind({}, lambda: None), list[Tensor]()
-    for step, blocks in enumerate(plan.travel(own)):
+    in_flight, returned = _InFlight({}, lambda: None), list[Tensor]()
+    for step, blocks in enumerate(plan.circulate(own)):
         if step == 0:
             continue  # this rank's own block comes last, while the gradients that others gave it are on their way home
         added: dict[int, Tensor] = {}
         while blocks:
             owner, way, block = blocks.pop()
-            into = partial(_gradient_of, plan, owner, behind, way, added)
+            into = partial(_gradient_of, plan, owner, in_flight, way, added)
             _add_gradients(plan, block, owner, given, into)
             into()  # (also where nothing was added)
             del block  # (memory is held no longer than it must be)
-        behind.wait()
-        behind = _send_on(plan, step, added, came_home)
-    into = partial(_at_home, plan, behind, came_home)
+        in_flight.wait()
+        in_flight = _pass_on(plan, step, added, returned)
+    into = partial(_gradient_of_own, plan, in_flight, returned)
     _add_gradients(plan, own, plan.ranks.rank, given, into)
     return into()
 
 
-class _Behind(NamedTuple):
+class _InFlight(NamedTuple):
     """What earlier ranks added to the gradients of the blocks that come next, by their way; and what waits for it."""
 
     blocks: dict[int, Tensor]
     wait: Callable[[], None]
 
 
-def _gradient_of(plan: Plan, owner: int, behind: _Behind, way: int, added: dict[int, Tensor]) -> Tensor:
+def _gradient_of(plan: Plan, owner: int, in_flight: _InFlight, way: int, added: dict[int, Tensor]) -> Tensor:
     """Where the gradient of a visiting block is summed up: what comes behind the block, or a new one. It is asked for
     as late as can be, so that it may be on its way while the first of it is computed here."""
     if way not in added:
-        behind.wait()
-        came = behind.blocks.pop(way, None)
+        in_flight.wait()
+        came = in_flight.blocks.pop(way, None)
         added[way] = plan.new_block(owner, plan.whole.call.dtype).zero_() if came is None else came
     return added[way]
 
 
-def _at_home(plan: Plan, behind: _Behind, came_home: list[Tensor]) -> Tensor:
+def _gradient_of_own(plan: Plan, in_flight: _InFlight, returned: list[Tensor]) -> Tensor:
     """The same of this rank's own block: what the others gave it."""
-    behind.wait()
-    if not came_home:
-        came_home.append(plan.new_block(plan.ranks.rank, plan.whole.call.dtype).zero_())
-    while len(came_home) > 1:
-        came_home[0].add_(came_home.pop())
-    return came_home[0]
+    in_flight.wait()
+    if not returned:
+        returned.append(plan.new_block(plan.ranks.rank, plan.whole.call.dtype).zero_())
+    while len(returned) > 1:
+        returned[0].add_(returned.pop())
+    return returned[0]
 
 
-def _add_gradients(plan: Plan, block: Tensor, owner: int, given: _Given, into: Callable[[], Tensor]) -> None:
+def _add_gradients(plan: Plan, block: Tensor, owner: int, given: _Backward, into: Callable[[], Tensor]) -> None:
     """What a block of keys gives to the gradients of the queries here, of the block and of the biases."""
     wanted = [True, True, True, *(d is not None for d in given.d_biases)]
-    for own, theirs, rows, cols, call in plan.meetings(given.q, block, owner):
-        found = given.out[own], given.lse[own], given.d_out[own]
-        made = choose(plan.kernel, call).backward(call, *found, wanted)
-        given.d_q[own].add_(made.pop(0))
-        for d in plan.opened(into(), owner):
-            d[:, :, theirs].add_(made.pop(0))
+    for own, theirs, rows, cols, call in plan.block_pairs(given.q, block, owner):
+        results = given.out[own], given.lse[own], given.d_out[own]
+        gradients = choose(plan.kernel, call).backward(call, *results, wanted)
+        given.d_q[own].add_(gradients.pop(0))
+        for d in plan.unpack(into(), owner):
+            d[:, :, theirs].add_(gradients.pop(0))
         for bias, d in zip(plan.whole.call.biases, given.d_biases, strict=True):
             if d is not None:
-                d[bias.where(plan.heads, rows, cols)].add_(made.pop(0))
+                d[bias.where(plan.heads, rows, cols)].add_(gradients.pop(0))
 
 
-def _send_on(plan: Plan, step: int, added: dict[int, Tensor], came_home: list[Tensor]) -> _Behind:
+def _pass_on(plan: Plan, step: int, added: dict[int, Tensor], returned: list[Tensor]) -> _InFlight:
     """After a step: the gradients of the blocks that were here follow them, or go home where nobody further needs
     them. All ranks do so at once; gives what comes from the neighbours."""
     ranks, size, dtype = plan.ranks, plan.ranks.size, plan.whole.call.dtype
-    behind: dict[int, Tensor] = {}
+    in_flight: dict[int, Tensor] = {}
     sends, receives = [], []
     for way in (RIGHT, LEFT):
         far = plan.route.far(way)
-        owner = plan.visiting(step, way)
+        owner = plan.visitor(step, way)
         if owner is not None:
             goes_on = far[owner] > step
             sends.append(((ranks.rank + way) % size if goes_on else owner, added[way]))
-        coming = plan.visiting(step + 1, way)
+        coming = plan.visitor(step + 1, way)
         if coming is not None:
-            behind[way] = plan.new_block(coming, dtype)
-            receives.append(((ranks.rank - way) % size, behind[way]))
+            in_flight[way] = plan.new_block(coming, dtype)
+            receives.append(((ranks.rank - way) % size, in_flight[way]))
         if far[ranks.rank] == step:
             home = plan.new_block(ranks.rank, dtype)
             receives.append(((ranks.rank + way * step) % size, home))
-            came_home.append(home)
-    return _Behind(behind, ranks.post(sends, receives, channel=1))
+            returned.append(home)
+    return _InFlight(in_flight, ranks.post(sends, receives, channel=1))
 
 
-def attend(whole: Whole, ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
+def attend(whole: GlobalCall, ranks: Ranks, q: Tensor, k: Tensor, v: Tensor, kernel: str) -> Tensor:
     """(B, H, n, E): this rank's queries against the keys of all."""
     if kernel != "auto":
         kernels.choose(kernel, whole.call)  # where it cannot serve, all ranks say so before anything travels

@@ -35,7 +35,7 @@ def shard_sequence(
     it. In place; the weights stay whole on every rank, and all get those of the first.
 
     Give it `sequence.shard(x)`; it returns this rank's part of the output, and `sequence.gather` makes the whole.
-    All else that is said of tokens (masks, biases, positions) is said of the whole sequence, as on one process.
+    Masks, biases and positions are those of the whole sequence, as on one process.
 
     Args:
         module: a `MultiHeadAttention`, an `AttentionBlock`, a model of `regard.models`, or any module with such layers
@@ -63,20 +63,20 @@ def shard_sequence(
         {"method": method, "balance": balance} if given is None else {"method": given.method, "balance": given.balance}
     )
 
-    def made() -> SequenceSharding:
+    def sharding() -> SequenceSharding:
         return SequenceSharding(sequence, method, balance) if given is None else given  # type: ignore[arg-type]
 
     def check() -> None:
-        own = made()
+        own = sharding()
         for name, layer in layers.items():
-            sharding = sharding_of(layer)
-            if sharding.sequence is not None:
+            before = sharding_of(layer)
+            if before.sequence is not None:
                 raise bad_value(name, expected="a layer whose sequence is not sharded yet", received="one that is")
-            check_both(name, layer, None if sharding.heads is None else sharding.heads.ranks, own)
+            check_both(name, layer, None if before.heads is None else before.heads.ranks, own)
 
     settings |= {"sum_gradients": sum_gradients, "settings of layers": settings_of(layers)}
-    ranks.synchronise(module, check, **settings)
-    _install(module, layers, made())
+    ranks.broadcast_module(module, check, **settings)
+    _install(module, layers, sharding())
     if sum_gradients:
         sums = _Sums(ranks)
         sums(module, (), {})
@@ -107,8 +107,8 @@ class _Sums:
         self.ranks = ranks
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        for one in module.modules():
-            if isinstance(one, FSDPModule):
+        for child in module.modules():
+            if isinstance(child, FSDPModule):
                 raise bad_value(
                     "shard_sequence",
                     expected="sum_gradients=False under FSDP, which sums them itself",
@@ -129,8 +129,8 @@ class _Sums:
                 remedy="nn.Embedding(sparse=False), or sum_gradients=False",
             )
         if not isinstance(gradient, DTensor):
-            return self.ranks.summed(gradient.clone())
-        local = self.ranks.summed(gradient.to_local().clone())
+            return self.ranks.all_reduce(gradient.clone())
+        local = self.ranks.all_reduce(gradient.to_local().clone())
         spec = gradient._spec
         return DTensor.from_local(
             local, spec.mesh, spec.placements, run_check=False, shape=gradient.shape, stride=gradient.stride()

@@ -19,8 +19,8 @@ from regard.attention import attention_weights, prepare
 from regard.masks import Mask, as_mask
 from regard.parallel import alltoall, ring
 from regard.parallel.collectives import Ranks
-from regard.parallel.global_call import Drop, Whole
-from regard.parallel.token_layout import Tokens, parts_of
+from regard.parallel.global_call import GlobalCall, GlobalDropout
+from regard.parallel.token_layout import Tokens, gather_parts
 from regard.positions import Bias, DenseBias, as_biases
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class ShardedCall:
         replicated: dict[int, Tensor] = {}
         for x in inputs:
             if id(x) not in replicated:
-                replicated[id(x)] = heads.ranks.entered(x, heads.mesh)
+                replicated[id(x)] = heads.ranks.replicate(x, heads.mesh)
         return [replicated[id(x)] for x in inputs]
 
     def wait(self, out: Tensor) -> Tensor:
@@ -124,17 +124,19 @@ class ShardedCall:
             rows.append(kernels.reference.weights(call)[0].to(q.dtype))
         return torch.cat(rows, 2) if rows else q.new_zeros(*q.shape[:3], self.keys.total)
 
-    def _drop(self, q: Tensor, dropout: float) -> Drop | None:
+    def _drop(self, q: Tensor, dropout: float) -> GlobalDropout | None:
         if not dropout:
             return None
         assert self.seed is not None
         heads = self.sharding.heads
-        return Drop(dropout, self.seed, *((0, q.shape[1]) if heads is None else (heads.own.start, heads.total)))
+        return GlobalDropout(
+            dropout, self.seed, *((0, q.shape[1]) if heads is None else (heads.own.start, heads.total))
+        )
 
-    def whole(self, q: Tensor, k: Tensor, v: Tensor, drop: Drop | None, **options: Any) -> Whole:
+    def whole(self, q: Tensor, k: Tensor, v: Tensor, drop: GlobalDropout | None, **options: Any) -> GlobalCall:
         assert self.queries is not None and self.keys is not None
         options = {**options, "positions": self.positions, "key_positions": self.positions if self.own else None}
-        return Whole.of(q, k, v, self.queries, self.keys, drop, **options)
+        return GlobalCall.of(q, k, v, self.queries, self.keys, drop, **options)
 
     def of_heads(
         self, q: Tensor, k: Tensor, *, mask: Any, bias: Any, sinks: Tensor | None, **options: Any
@@ -144,12 +146,12 @@ class ShardedCall:
         if heads is not None:
             if mask is not None and not as_mask(mask).shared_by_heads():
                 mask = self._mask_of_heads(as_mask(mask), q, k, options)
-            bias = tuple(_bias_of_heads(one, heads) for one in as_biases(bias)) or None
+            bias = tuple(_bias_of_heads(each, heads) for each in as_biases(bias)) or None
             sinks = sinks.to_local() if isinstance(sinks, DTensor) else sinks
         return {"mask": mask, "bias": bias, "sinks": sinks, **options}
 
     def _mask_of_heads(self, mask: Mask, q: Tensor, k: Tensor, options: dict[str, Any]) -> Mask | None:
-        """A mask that is said of each head, for the heads here and all tokens."""
+        """A mask that differs between heads, cut to the heads of this rank; for all tokens."""
         heads = self.sharding.heads
         assert heads is not None
         every = q.detach()[:, :1].expand(-1, heads.total, -1, -1)  # (as many heads as the mask is of)
@@ -167,11 +169,11 @@ class _AllKeys(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, k: Tensor, ranks: Ranks, keys: Tokens) -> Tensor:
         ctx.ranks, ctx.keys = ranks, keys
-        return keys.whole(parts_of(k, ranks, keys, 2), 2)
+        return keys.whole(gather_parts(k, ranks, keys, 2), 2)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return ctx.keys.part(ctx.ranks.summed(grads[0].clone()), ctx.ranks.rank, 2).clone(), None, None
+        return ctx.keys.part(ctx.ranks.all_reduce(grads[0].clone()), ctx.ranks.rank, 2).clone(), None, None
 
 
 def _bias_of_heads(bias: Bias, heads: HeadSharding) -> Bias:
@@ -203,4 +205,4 @@ class _OwnHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         total = grads[0].new_zeros(ctx.shape)
         _narrow(total, ctx.axis, ctx.own).copy_(grads[0])
-        return ctx.ranks.summed(total), None, None
+        return ctx.ranks.all_reduce(total), None, None

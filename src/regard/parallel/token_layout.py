@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from regard.errors import bad_type, bad_value, shape_of
 from regard.parallel.collectives import Ranks, digest
 
-__all__ = ["Method", "SequenceSharding", "Tokens", "gather", "parts_of", "shard"]
+__all__ = ["Method", "SequenceSharding", "Tokens", "gather", "gather_parts", "shard"]
 
 Method = Literal["ring", "alltoall"]
 
@@ -173,19 +173,19 @@ class SequenceSharding:
             others = (*y.shape[:axis], *y.shape[axis + 1 :])
             return {"length": y.shape[axis], "balance": self.balance, "shape": digest(others, y.dtype)}
 
-        rows = self.ranks.agreed("gather", ("length", "balance", "shape"), facts, differ=("length",))
+        rows = self.ranks.agree("gather", ("length", "balance", "shape"), facts, differ=("length",))
         tokens = self.tokens([row["length"] for row in rows])
         return _Gather.apply(y, self.ranks, tokens, _dim(y, dim))  # type: ignore[return-value]
 
 
 def shard(x: Tensor, mesh: DeviceMesh, balance: bool = False, *, dim: int | None = None) -> Tensor:
-    """`SequenceSharding(mesh, balance=balance).shard(x, dim)`. Whoever gets a balanced part must be told: say
-    `balance=True` to `shard_sequence` and `gather`, too."""
+    """`SequenceSharding(mesh, balance=balance).shard(x, dim)`. A balanced part does not say that it is
+    one: pass `balance=True` to `shard_sequence` and `gather`, too."""
     return SequenceSharding(mesh, balance=balance).shard(x, dim)
 
 
 def gather(y: Tensor, mesh: DeviceMesh, balance: bool = False, *, dim: int | None = None) -> Tensor:
-    """`SequenceSharding(mesh, balance=balance).gather(y, dim)`: `balance` must be what `shard` was told."""
+    """`SequenceSharding(mesh, balance=balance).gather(y, dim)`: `balance` must be that of `shard`."""
     return SequenceSharding(mesh, balance=balance).gather(y, dim)
 
 
@@ -204,13 +204,13 @@ def _dim(x: Tensor, dim: int | None) -> int:
     return dim % x.dim()
 
 
-def parts_of(x: Tensor, ranks: Ranks, tokens: Tokens, dim: int) -> list[Tensor]:
+def gather_parts(x: Tensor, ranks: Ranks, tokens: Tokens, dim: int) -> list[Tensor]:
     """Every rank's part. They travel filled up to the longest."""
     longest = max(tokens.lengths)
     x = x.detach().movedim(dim, 0)
     padded = x.new_zeros(longest, *x.shape[1:])
     padded[: x.shape[0]] = x
-    together = ranks.gathered(padded)
+    together = ranks.all_gather(padded)
     return [part[:length].movedim(0, dim) for part, length in zip(together, tokens.lengths, strict=True)]
 
 
@@ -222,7 +222,7 @@ class _Shard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        parts = parts_of(grads[0], ctx.ranks, ctx.tokens, ctx.dim)
+        parts = gather_parts(grads[0], ctx.ranks, ctx.tokens, ctx.dim)
         return ctx.tokens.whole(parts, ctx.dim), None, None, None
 
 
@@ -230,7 +230,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, ranks: Ranks, tokens: Tokens, dim: int) -> Tensor:
         ctx.ranks, ctx.tokens, ctx.dim = ranks, tokens, dim
-        return tokens.whole(parts_of(y, ranks, tokens, dim), dim)
+        return tokens.whole(gather_parts(y, ranks, tokens, dim), dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

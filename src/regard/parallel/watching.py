@@ -21,7 +21,7 @@ from regard.parallel.agreement import HeadSharding
 from regard.parallel.alltoall import heads_of, kv_heads_of
 from regard.parallel.collectives import Ranks
 from regard.parallel.sharded_call import ShardedCall, attend_sharded
-from regard.parallel.token_layout import Tokens, parts_of
+from regard.parallel.token_layout import Tokens, gather_parts
 from regard.positions import as_biases
 
 __all__ = ["GatherHeads", "PartialCall"]
@@ -52,7 +52,7 @@ class GatherHeads:
         """(B, h, ...) of this rank's heads to (B, H, ...) of all."""
         for ranks, heads, total in self.groups:
             lengths = tuple(each.stop - each.start for each in heads)
-            parts = parts_of(x, ranks, Tokens(lengths, False), 1)
+            parts = gather_parts(x, ranks, Tokens(lengths, False), 1)
             first = [i for i, each in enumerate(heads) if each not in heads[:i]]  # (where ranks share a head)
             x = torch.cat([parts[i] for i in first], 1)
             assert x.shape[1] == total
@@ -97,12 +97,14 @@ class PartialCall:
         if sequence is not None:
             assert sharded.queries is not None and sharded.keys is not None
             tokens = (sharded.queries, sharded.keys, sharded.keys)
-            q, k, v = (t.whole(parts_of(x, sequence.ranks, t, 2), 2) for x, t in zip((q, k, v), tokens, strict=True))
+            q, k, v = (
+                t.whole(gather_parts(x, sequence.ranks, t, 2), 2) for x, t in zip((q, k, v), tokens, strict=True)
+            )
             options |= {"positions": sharded.positions, "key_positions": sharded.positions if sharded.own else None}
         if heads is not None:
             size = heads.ranks.size
             even = Tokens((heads.total // size,) * size, False)
-            q = even.whole(parts_of(q, heads.ranks, even, 1), 1)
+            q = even.whole(gather_parts(q, heads.ranks, even, 1), 1)
             k, v = (_all_kv_heads(x, heads) for x in (k, v))
             options["bias"] = tuple(b.with_weight(_full(b.weight)) for b in as_biases(options["bias"])) or None
             options["sinks"] = None if options["sinks"] is None else _full(options["sinks"])
@@ -114,14 +116,14 @@ class PartialCall:
         if heads is None:
             return out
         even = Tokens((out.shape[1],) * heads.ranks.size, False)
-        return even.whole(parts_of(out, heads.ranks, even, 1), 1)
+        return even.whole(gather_parts(out, heads.ranks, even, 1), 1)
 
     def gather_tokens(self, x: Tensor, dim: int) -> Tensor:
         """What this rank has for each of its queries, for all queries."""
         queries, sequence = self.sharded.queries, self.sharded.sharding.sequence
         if queries is None or sequence is None:
             return x
-        return queries.whole(parts_of(x, sequence.ranks, queries, dim), dim)
+        return queries.whole(gather_parts(x, sequence.ranks, queries, dim), dim)
 
 
 def _full(x: Tensor) -> Tensor:
@@ -132,7 +134,7 @@ def _all_kv_heads(x: Tensor, heads: HeadSharding) -> Tensor:
     """Keys or values (B, G, M, D) of all kv heads, from those that each rank has (some may be on several)."""
     of_each_rank = [kv_heads_of(own, heads.total, heads.groups) for own in heads.each]
     layout = Tokens(tuple(map(len, of_each_rank)), False)
-    gathered = layout.whole(parts_of(x, heads.ranks, layout, 1), 1)
+    gathered = layout.whole(gather_parts(x, heads.ranks, layout, 1), 1)
     numbers = [head for own in of_each_rank for head in own]
     return gathered[:, [numbers.index(head) for head in range(heads.groups)]]
 

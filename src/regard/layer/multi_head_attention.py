@@ -1,4 +1,4 @@
-"""The layer: project to heads, attend, merge, project. And the block: residual and normalisation around it.
+"""The layer: project to heads, attend, merge, project.
 
       query (B, N, W)    key (B, M, W)    value (B, M, W)
           │ q_proj           │ k_proj         │ v_proj
@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from regard.attention import BiasLike, attend, attention_weights
 from regard.cache import KVCache, RollingCache, Slots
-from regard.errors import bad_type, bad_value, no_torchscript, refuse_trace, shape_of, unknown_argument
+from regard.errors import bad_value, no_torchscript, refuse_trace, unknown_argument
+from regard.layer.checks import SIZES, check_inputs, check_settings, check_sizes, check_types
 from regard.masks import Mask, as_mask
 from regard.onednn import project, project_each
 from regard.positions import Alibi, RelativeBias, Rotary, as_biases
@@ -34,7 +35,7 @@ from regard.presets import Configuration, configuration
 from regard.summary import Step, table
 from regard.tracing import traced
 
-__all__ = ["AttentionBlock", "MultiHeadAttention"]
+__all__ = ["MultiHeadAttention"]
 
 
 class MultiHeadAttention(nn.Module):
@@ -95,14 +96,14 @@ class MultiHeadAttention(nn.Module):
             raise unknown_argument("MultiHeadAttention", MultiHeadAttention.__init__, unknown)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         sizes = (embed_dim, num_heads, num_kv_heads, head_dim, value_head_dim, query_dim, key_dim, value_dim)
-        _check_sizes(dict(zip(_SIZES, sizes, strict=True)))
+        check_sizes(dict(zip(SIZES, sizes, strict=True)))
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.value_head_dim = self.head_dim if value_head_dim is None else value_head_dim
         self.query_dim = embed_dim if query_dim is None else query_dim
         self.key_dim = embed_dim if key_dim is None else key_dim
         self.value_dim = self.key_dim if value_dim is None else value_dim
-        _check_settings(dropout, position_encoding, init, self.head_dim)
+        check_settings(dropout, position_encoding, init, self.head_dim)
         self.dropout, self.scale, self.softcap, self.kernel, self.init = dropout, scale, softcap, kernel, init
 
         self.q_proj = nn.Linear(self.query_dim, num_heads * self.head_dim, bias=bias)
@@ -329,59 +330,13 @@ class MultiHeadAttention(nn.Module):
         refuse_trace("attention")
         if unknown:
             raise unknown_argument("layer", MultiHeadAttention.forward, unknown)
-        for what, x in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(x, Tensor) and (x is not None or what == "query"):
-                raise bad_type(what, expected="a tensor", received=type(x).__name__, remedy="torch.as_tensor(...)")
-        if cache is not None and not isinstance(cache, (KVCache, RollingCache)):
-            raise bad_type(
-                "cache",
-                expected="a KVCache or a RollingCache",
-                received=type(cache).__name__,
-                remedy="cache=regard.KVCache(), one for each layer",
-            )
+        check_types(query, key, value, cache)
 
     def _check_call(self, query: Tensor, key: Tensor, value: Tensor, cache: KVCache | RollingCache | None) -> None:
-        self._check_inputs(query, key, value)
+        widths = (self.query_dim, self.key_dim, self.value_dim)
+        check_inputs(query, key, value, widths, self.q_proj.weight)
         if cache is not None and not traced(query, key, value):
             cache.check_source(self, key, value, own=key is query)
-
-    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        for what, x, width in (
-            ("query", query, self.query_dim),
-            ("key", key, self.key_dim),
-            ("value", value, self.value_dim),
-        ):
-            if x.dim() != 3 or x.shape[-1] != width:
-                raise bad_value(
-                    what,
-                    expected=f"shape (B, length, {width}) or (length, {width})",
-                    received=shape_of(x),
-                    remedy="inputs are batch first; widths are set by query_dim, key_dim, value_dim",
-                )
-            if x.shape[0] != query.shape[0]:
-                raise bad_value(what, expected=f"a batch of {query.shape[0]}, as the query's", received=shape_of(x))
-        if key.shape[1] != value.shape[1]:
-            raise bad_value("key, value", expected="the same length", received=f"{shape_of(key)}, {shape_of(value)}")
-        weight = self.q_proj.weight
-        if not isinstance(weight, Tensor):  # a quantised projection's is a method
-            return
-        device = weight.device
-        cast = device.type != "meta" and torch.is_autocast_enabled(device.type)
-        for what, x in (("query", query), ("key", key), ("value", value)):
-            if x.device != device:
-                raise bad_value(
-                    what,
-                    expected=f"device {device}, as the layer's weights",
-                    received=x.device,
-                    remedy=f"layer.to(device) or {what}.to(device)",
-                )
-            if x.dtype != weight.dtype and not cast:
-                raise bad_type(
-                    what,
-                    expected=f"{weight.dtype}, as the layer's weights",
-                    received=x.dtype,
-                    remedy=f"layer.to(dtype), {what}.to(dtype) or torch.autocast",
-                )
 
     def describe(self, tokens: int = 128, *, batch: int = 1) -> str:
         """The walk through the layer for a text of `tokens`: shapes at each step, parameters, multiply-adds, cache.
@@ -455,98 +410,9 @@ class MultiHeadAttention(nn.Module):
         return ", ".join(parts)
 
 
-class AttentionBlock(nn.Module):
-    """Residual and LayerNorm around an attention layer.
-
-    `norm="post"`: norm(x + dropout(layer(x))), as in the first transformer and BERT. `norm="pre"`:
-    x + dropout(layer(norm(x))), as in GPT-2. Arguments beyond the first go to the layer as they are: the memory of
-    cross attention is not normalised.
-
-    >>> block = AttentionBlock(MultiHeadAttention(16, 4), norm="pre")
-    >>> block(torch.randn(2, 5, 16)).shape
-    torch.Size([2, 5, 16])
-    """
-
-    def __init__(
-        self,
-        layer: MultiHeadAttention,
-        norm: Literal["post", "pre"] = "post",
-        dropout: float = 0.0,
-        *,
-        eps: float = 1e-5,
-    ) -> None:
-        super().__init__()
-        if norm not in ("post", "pre"):
-            raise bad_value("norm", expected='"post" or "pre"', received=repr(norm))
-        if layer.query_dim != layer.embed_dim:
-            raise bad_value(
-                "layer",
-                expected="queries as wide as the output, for the residual adds them",
-                received=f"query_dim={layer.query_dim}, embed_dim={layer.embed_dim}",
-            )
-        self.layer = layer
-        weight = layer.out_proj.weight
-        self.norm = nn.LayerNorm(layer.embed_dim, eps=eps, device=weight.device, dtype=weight.dtype)
-        self.dropout = nn.Dropout(dropout)
-        self.order = norm
-
-    def forward(
-        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, **options: Any
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """As the layer's: (B, N, W) to (B, N, W), with the weights beside it where `need_weights`."""
-        pre = self.order == "pre"
-        result = self.layer(self.norm(query) if pre else query, key, value, **options)
-        out, weights = result if isinstance(result, tuple) else (result, None)
-        out = query + self.dropout(out)
-        out = out if pre else self.norm(out)
-        return out if weights is None else (out, weights)
-
-    def extra_repr(self) -> str:
-        return f"norm={self.order!r}"
-
-
 def _norm(kind: str | None, width: int) -> nn.Module | None:
     if kind is None:
         return None
     if kind not in ("rms", "layer"):
         raise bad_value("qk_norm", expected='"rms", "layer" or None', received=repr(kind))
     return nn.RMSNorm(width, eps=1e-6) if kind == "rms" else nn.LayerNorm(width)
-
-
-_SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_head_dim", "query_dim", "key_dim", "value_dim")
-
-
-def _check_sizes(sizes: dict[str, int | None]) -> None:
-    for name, size in sizes.items():
-        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise bad_value(name, expected="an integer of at least 1", received=repr(size))
-    embed_dim, num_heads, num_kv_heads = (sizes[name] or 1 for name in ("embed_dim", "num_heads", "num_kv_heads"))
-    if sizes["head_dim"] is None and embed_dim % num_heads:
-        raise bad_value(
-            "num_heads",
-            expected=f"a divisor of embed_dim = {embed_dim}",
-            received=num_heads,
-            remedy="pass head_dim, which frees the head's width",
-        )
-    if num_heads % num_kv_heads:
-        raise bad_value("num_kv_heads", expected=f"a divisor of num_heads = {num_heads}", received=num_kv_heads)
-
-
-def _check_settings(dropout: object, position_encoding: object, init: object, head_dim: int) -> None:
-    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
-        raise bad_type("dropout", expected="a number", received=f"{type(dropout).__name__} {dropout!r}")
-    if not 0.0 <= dropout <= 1.0:
-        raise bad_value("dropout", expected="a probability from 0 to 1", received=dropout)
-    if isinstance(position_encoding, Rotary) and position_encoding.head_dim != head_dim:
-        raise bad_value(
-            "position_encoding", expected=f"Rotary of head width {head_dim}", received=f"{position_encoding.head_dim}"
-        )
-    if position_encoding is not None and not isinstance(position_encoding, nn.Module):
-        raise bad_type(
-            "position_encoding",
-            expected="Rotary, Alibi, RelativeBias or None",
-            received=type(position_encoding).__name__,
-            remedy=f"regard.positions.Rotary({head_dim})",
-        )
-    if init not in ("xavier", "normal"):
-        raise bad_value("init", expected='"xavier" or "normal"', received=repr(init))

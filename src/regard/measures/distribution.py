@@ -1,4 +1,4 @@
-"""How attention is spread: how sharply, how far, to which side, onto which keys.
+"""How attention is distributed: how sharply, how far, to which side, onto which keys.
 
 Letters: B batch, H query heads, G kv heads, N queries, M keys, E head width of v, W model width;
 c, h, n, m the same within one strip.

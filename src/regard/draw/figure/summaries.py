@@ -240,8 +240,8 @@ def _plot_entropy(
     for i, value in enumerate(values):
         if i % 2:
             ax.axvspan(i - 0.5, i + 0.5, facecolor=BLANK, edgecolor="none", linewidth=0, zorder=0)
-        spread = torch.linspace(-0.38, 0.38, len(value)) if len(value) > 1 else torch.zeros(1)
-        ax.plot((i + spread).tolist(), value.tolist(), label=f"layer {i}", zorder=2, **dots)
+        jitter = torch.linspace(-0.38, 0.38, len(value)) if len(value) > 1 else torch.zeros(1)
+        ax.plot((i + jitter).tolist(), value.tolist(), label=f"layer {i}", zorder=2, **dots)
     dashes = {"color": QUIET, "linewidth": 1.0, "linestyle": (0, (4, 2)), "marker": ""}
     for first, last in _runs(even):
         ax.plot([first - 0.5, last + 0.5], [even[first]] * 2, label="equal weights", zorder=1, **dashes)

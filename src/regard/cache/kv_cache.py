@@ -14,11 +14,64 @@ import torch
 from torch import Tensor
 
 from regard.cache.slots import Rotate, Slots, together
-from regard.cache.source import Memory
 from regard.errors import bad_type, bad_value, shape_of
 from regard.masks import Padding
 
 __all__ = ["KVCache"]
+
+
+class _Memory:
+    """What cross attention was given as key and value, (B, M, W) each: known again, but not kept."""
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        self.shapes = (key.shape, value.shape)
+        self.checksums = [_checksum(x) for x in ((key,) if value is key else (key, value))]
+        self.objects: list[tuple[weakref.ref[Tensor], int | None]] | None = _identity(key, value)
+
+    def is_same(self, key: Tensor, value: Tensor) -> bool:
+        """Whether these are the same tensors, unchanged; or others with the same numbers."""
+        if self.shapes != (key.shape, value.shape):
+            return False
+        if not self._are_known(key, value):
+            other = _Memory(key, value)
+            sums, others = ([*each.checksums, each.checksums[-1]][:2] for each in (self, other))
+            if not all(torch.equal(a.to(b.device), b) for a, b in zip(sums, others, strict=True)):
+                return False
+        self.objects = _identity(key, value)  # known at once the next time
+        return True
+
+    def _are_known(self, key: Tensor, value: Tensor) -> bool:
+        known = self.objects or []
+        return len(known) == 2 and all(
+            ref() is x and version == _version(x) for (ref, version), x in zip(known, (key, value), strict=True)
+        )
+
+    def reorder(self, rows: Tensor) -> _Memory:
+        """That of a batch of these rows."""
+        new = object.__new__(_Memory)
+        new.shapes = tuple(torch.Size((len(rows), *shape[1:])) for shape in self.shapes)
+        new.checksums = [x.index_select(0, rows) for x in self.checksums]
+        new.objects = None
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:  # weak references do not travel with copies
+        return {**vars(self), "objects": None}
+
+
+def _version(x: Tensor) -> int | None:
+    """How often it was changed in place, where that is counted: not in inference mode."""
+    return None if x.is_inference() else x._version
+
+
+def _identity(*tensors: Tensor) -> list[tuple[weakref.ref[Tensor], int | None]]:
+    return [(weakref.ref(x), _version(x)) for x in tensors]
+
+
+def _checksum(x: Tensor) -> Tensor:
+    """The bits of each row of x (B, M, W) as one integer, (B,): exact, whatever the order of the sum."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
+    bits = x.detach().contiguous().view(integers).flatten(1).to(torch.int64)
+    return (bits * torch.arange(1, 2 * bits.shape[1], 2, device=x.device)).sum(1)
 
 
 class KVCache:
@@ -63,7 +116,7 @@ class KVCache:
         self._lengths: Tensor | None = None  # (B,), only where rows differ
         self._positions: Tensor | None = None  # (1|B, M), only where the caller gave positions
         self._layer: weakref.ref[object] | None = None  # that filled it
-        self._memory: Memory | None = None  # that cross attention was given last
+        self._memory: _Memory | None = None  # that cross attention was given last
         self._own = False  # whether keys were last made of the queries' own tokens
 
     def __getstate__(self) -> dict[str, Any]:  # a copy may be another layer's
@@ -142,10 +195,10 @@ class KVCache:
         self._layer = weakref.ref(layer)
         if self.complete:
             if self._memory is None and not own:
-                self._memory = Memory(key, value)
+                self._memory = _Memory(key, value)
             return
         self._own = own
-        self._memory = None if own or self.once is False else Memory(key, value)
+        self._memory = None if own or self.once is False else _Memory(key, value)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys (B, G, N, D) and values (B, G, N, E); returns all of them, (B, G, M, D) and (B, G, M, E).

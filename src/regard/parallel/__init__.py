@@ -13,7 +13,7 @@ from regard.parallel.collectives import Traffic, counting
 from regard.parallel.heads import shard_heads
 from regard.parallel.sequence import shard_sequence
 from regard.parallel.token_layout import SequenceSharding, Tokens, gather, shard
-from regard.parallel.watching import PartialCall as _registered  # noqa: F401  (importing it registers it with `watch`)
+from regard.parallel.watching import observe as _observe  # noqa: F401  (importing it registers it with `watch`)
 
 __all__ = [
     "SequenceSharding",

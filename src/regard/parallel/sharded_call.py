@@ -103,8 +103,7 @@ class ShardedCall:
                     call = replace(call, dropout=drop.part(batch, slice(0, heads), slice(0, n), slice(0, m)))
                 return kernels.choose(kernel, call).output(call)
             method = ring.attend if sequence.method == "ring" else alltoall.attend
-            whole = self.whole(q, k, v, drop, **options)
-            return method(whole, sequence.ranks, q, k, v, kernel)
+            return method(self.global_call(q, k, v, drop, **options), sequence.ranks, q, k, v, kernel)
 
     def weights(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
         """The weights of this rank's queries: (B, h, n, M), h the heads here."""
@@ -113,14 +112,14 @@ class ShardedCall:
         if sequence is None:
             return attention_weights(q, k, **options)
         assert self.queries is not None and self.keys is not None
-        whole = self.whole(q, k, k, None, **options)
+        global_call = self.global_call(q, k, k, None, **options)
         k = cast("Tensor", _AllKeys.apply(k, sequence.ranks, self.keys))
         rows = []
         at = 0
         for run in self.queries.runs[sequence.ranks.rank]:
             own = q[:, :, at : at + run.stop - run.start]
             at += run.stop - run.start
-            call = whole.part(own, k, k, slice(0, q.shape[1]), run, slice(0, self.keys.total))
+            call = global_call.part(own, k, k, slice(0, q.shape[1]), run, slice(0, self.keys.total))
             rows.append(kernels.reference.weights(call)[0].to(q.dtype))
         return torch.cat(rows, 2) if rows else q.new_zeros(*q.shape[:3], self.keys.total)
 
@@ -133,7 +132,8 @@ class ShardedCall:
             dropout, self.seed, *((0, q.shape[1]) if heads is None else (heads.own.start, heads.total))
         )
 
-    def whole(self, q: Tensor, k: Tensor, v: Tensor, drop: GlobalDropout | None, **options: Any) -> GlobalCall:
+    def global_call(self, q: Tensor, k: Tensor, v: Tensor, drop: GlobalDropout | None, **options: Any) -> GlobalCall:
+        """The call of all tokens, of which this rank computes a part."""
         assert self.queries is not None and self.keys is not None
         options = {**options, "positions": self.positions, "key_positions": self.positions if self.own else None}
         return GlobalCall.of(q, k, v, self.queries, self.keys, drop, **options)
@@ -156,7 +156,7 @@ class ShardedCall:
         assert heads is not None
         every = q.detach()[:, :1].expand(-1, heads.total, -1, -1)  # (as many heads as the mask is of)
         if self.queries is not None and self.keys is not None:
-            call = self.whole(every, k[:, :1], k[:, :1], None, mask=mask).call
+            call = self.global_call(every, k[:, :1], k[:, :1], None, mask=mask).call
         else:
             place = {name: options[name] for name in ("positions", "key_positions")}
             call = prepare(every, k.detach()[:, :1], k.detach()[:, :1], mask=mask, **place)

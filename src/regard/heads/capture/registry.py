@@ -6,7 +6,7 @@ Letters: B batch, H query heads, h those of this process, N queries, M keys, E h
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -15,46 +15,28 @@ from regard.kernels import Call
 __all__ = ["GatherHeads", "Handler", "PartialCall", "handler_of", "register"]
 
 
-class GatherHeads(Protocol):
+@dataclass(frozen=True)
+class GatherHeads:
     """Gathers results per head over processes: (B, h, ...) of this process's heads to (B, H, ...) of all."""
 
-    @property
-    def heads(self) -> int:
-        """H of all processes."""
-        ...
+    heads: int  # H
+    own: slice  # which of all heads are this process's
+    gather: Callable[[Tensor], Tensor]
 
-    @property
-    def own(self) -> slice:
-        """Which of all heads are this process's."""
-        ...
-
-    def __call__(self, x: Tensor) -> Tensor: ...
+    def __call__(self, x: Tensor) -> Tensor:
+        """(B, H, ...) of all processes."""
+        return self.gather(x)
 
 
-class PartialCall(Protocol):
+@dataclass(frozen=True)
+class PartialCall:
     """One attention of which this process computes a part, and other processes the rest."""
 
-    @property
-    def call(self) -> Call:
-        """All tokens of this process's heads."""
-        ...
-
-    @property
-    def gather_heads(self) -> GatherHeads:
-        """Gathers what each process finds for its heads."""
-        ...
-
-    def global_call(self) -> Call:
-        """All tokens of all heads."""
-        ...
-
-    def gather_output(self, out: Tensor) -> Tensor:
-        """The outputs (B, H, N, E) of all heads and tokens, from what the function returned here."""
-        ...
-
-    def gather_tokens(self, x: Tensor, dim: int) -> Tensor:
-        """What this process has for each of its queries, for all queries."""
-        ...
+    call: Call  # all tokens of this process's heads
+    gather_heads: GatherHeads
+    global_call: Callable[[], Call]  # all tokens of all heads
+    gather_output: Callable[[Tensor], Tensor]  # the outputs (B, H, N, E) of all heads and tokens, from those here
+    gather_tokens: Callable[[Tensor, int], Tensor]  # of what each process has for its own queries, along an axis
 
 
 Handler = Callable[..., PartialCall]

@@ -30,6 +30,7 @@ from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
 from regard.errors import bad_value
+from regard.kernels.precision import mixed_precision
 from regard.tracing import in_torch_func, traced
 
 __all__ = ["ACTIVATIONS", "packed", "project", "project_each"]
@@ -217,7 +218,7 @@ def _dtypes() -> frozenset[torch.dtype]:
 
 
 def _is_observed() -> bool:
-    """Whether a compiler, tracer, mode, global hook, autocast, torch.func or forward gradient must see the call of the
+    """Whether a compiler, tracer, mode, global hook, mixed precision, torch.func or forward gradient must see the call of the
     module; or `nn.Linear` is patched, or oneDNN switched off."""
     return bool(
         torch.compiler.is_compiling()
@@ -230,7 +231,7 @@ def _is_observed() -> bool:
         or torch._C._len_torch_dispatch_stack()
         or in_torch_func()
         or forward_ad._current_level >= 0
-        or torch.is_autocast_enabled("cpu")
+        or mixed_precision("cpu")
         or not torch._C._get_mkldnn_enabled()
     )
 

@@ -8,19 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["casts_to", "fixed_precision"]
+__all__ = ["casts_to", "fixed_precision", "mixed_precision"]
+
+
+def mixed_precision(device_type: str) -> bool:
+    """Whether autocast is on for devices of a type, such as "cpu"."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def casts_to(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """The dtype in which autocast wants tensors of `dtype` on `device`: the same where it is off, and for float64."""
-    if dtype is torch.float64 or device.type == "meta" or not torch.is_autocast_enabled(device.type):
+    if dtype is torch.float64 or not mixed_precision(device.type):
         return dtype
     return torch.get_autocast_dtype(device.type)
 
 
 def fixed_precision(like: Tensor) -> AbstractContextManager[Any]:
     """A context with autocast off on the tensor's device: dtypes are chosen before, and must not change within."""
-    device = like.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return nullcontext()
-    return torch.autocast(device, enabled=False)
+    return torch.autocast(like.device.type, enabled=False) if mixed_precision(like.device.type) else nullcontext()

@@ -5,11 +5,11 @@ Letters: B batch, N queries, M keys, W model width.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from regard.cache import KVCache, RollingCache
 from regard.errors import bad_type, bad_value, shape_of
+from regard.kernels.precision import mixed_precision
 from regard.positions import Rotary
 
 __all__ = ["SIZES", "check_inputs", "check_settings", "check_sizes", "check_types"]
@@ -87,7 +87,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, i
     if not isinstance(weight, Tensor):  # a quantised projection's is a method
         return
     device = weight.device
-    cast = device.type != "meta" and torch.is_autocast_enabled(device.type)
+    cast = mixed_precision(device.type)
     for what, x in (("query", query), ("key", key), ("value", value)):
         if x.device != device:
             raise bad_value(

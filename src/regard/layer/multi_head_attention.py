@@ -265,7 +265,9 @@ class MultiHeadAttention(nn.Module):
         """(B, N, heads * width) -> (B, heads, N, width). The heads are counted from x: it may hold a shard of them."""
         x = x.unflatten(-1, (-1, width))
         if norm is not None:
-            x = norm(x.to(next(norm.parameters()).dtype)).to(x.dtype)  # autocast leaves the weights wider than x
+            x = norm(x.to(next(norm.parameters()).dtype)).to(
+                x.dtype
+            )  # under mixed precision the weights are wider than x
         return x.transpose(1, 2)
 
     def _place(

@@ -16,6 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from regard import kernels
 from regard.attention import attention_weights, prepare
+from regard.kernels.precision import casts_to, fixed_precision
 from regard.masks import Mask, as_mask
 from regard.parallel import alltoall, ring
 from regard.parallel.collectives import Ranks
@@ -89,10 +90,9 @@ class ShardedCall:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, kernel: str, dropout: float, **options: Any) -> Tensor:
         """(B, H, n, E) from this rank's q (B, H, n, D), k (B, G, m, D), v (B, G, m, E)."""
-        device = q.device.type
-        if torch.is_autocast_enabled(device) and q.dtype is not torch.float64:
-            q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
-        with torch.autocast(device, enabled=False):
+        dtype = casts_to(q.device, q.dtype)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        with fixed_precision(q):
             drop = self._drop(q, dropout)
             sequence = self.sharding.sequence
             options = self.of_heads(q, k, **options)

@@ -218,8 +218,8 @@ def _dtypes() -> frozenset[torch.dtype]:
 
 
 def _is_observed() -> bool:
-    """Whether a compiler, tracer, mode, global hook, mixed precision, torch.func or forward gradient must see the call of the
-    module; or `nn.Linear` is patched, or oneDNN switched off."""
+    """Whether a compiler, tracer, mode, global hook, mixed precision, torch.func or forward gradient must see the call
+    of the module; or `nn.Linear` is patched, or oneDNN switched off."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._is_tracing()

@@ -267,7 +267,7 @@ class MultiHeadAttention(nn.Module):
         if norm is not None:
             x = norm(x.to(next(norm.parameters()).dtype)).to(
                 x.dtype
-            )  # under mixed precision the weights are wider than x
+            )  # its weights may be wider than x
         return x.transpose(1, 2)
 
     def _place(

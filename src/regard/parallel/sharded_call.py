@@ -22,7 +22,7 @@ from regard.parallel import alltoall, ring
 from regard.parallel.collectives import Ranks
 from regard.parallel.global_call import GlobalCall, GlobalDropout
 from regard.parallel.token_layout import Tokens, gather_parts
-from regard.positions import Bias, DenseBias, as_biases
+from regard.positions import Bias, as_biases
 
 if TYPE_CHECKING:
     from regard.parallel.agreement import HeadSharding, Sharding
@@ -181,7 +181,7 @@ def _bias_of_heads(bias: Bias, heads: HeadSharding) -> Bias:
     weight = bias.weight
     if isinstance(weight, DTensor):
         return bias.with_weight(weight.to_local())
-    axis = 1 if isinstance(bias, DenseBias) else weight.dim() - 1
+    axis = bias.heads_axis
     if not weight.requires_grad:
         return bias if weight.shape[axis] != heads.total else bias.with_weight(_narrow(weight, axis, heads.own))
     return bias.with_weight(cast("Tensor", _OwnHeads.apply(weight, heads, axis)))

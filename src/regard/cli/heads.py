@@ -116,7 +116,7 @@ def heads(
     all_measures: Annotated[bool, typer.Option("--all", help="Every measure of every head.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the record to a safetensors file.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most so many sentences of the treebank.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most this many sentences of the treebank.")] = None,
     dtype: Dtype = None,
     check: Check = True,
 ) -> None:
@@ -198,7 +198,9 @@ def prune(
     out: Annotated[Path, typer.Argument(help="The safetensors file to write.")],
     head: Annotated[list[str] | None, typer.Argument(help="Heads to remove, as layer.head: 3.5 7.0")] = None,
     model: Model = "minilm",
-    count: Annotated[int | None, typer.Option(min=1, help="Remove so many, those that matter least to --text.")] = None,
+    count: Annotated[
+        int | None, typer.Option(min=1, help="Remove this many, those that matter least to --text.")
+    ] = None,
     text: Annotated[list[str] | None, typer.Option(help="A text or a file by which to judge; may be repeated.")] = None,
     dtype: Dtype = None,
     check: Check = True,

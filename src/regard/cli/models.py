@@ -103,14 +103,14 @@ def _print_similarities(texts: list[str], vectors: torch.Tensor) -> None:
 def generate(
     text: Annotated[str, typer.Argument(help="The beginning: a text, a file with one, or - for standard input.")],
     model: Model = "smollm2",
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=0, help="At most so many more.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=0, help="At most this many more.")] = 64,
     temperature: Annotated[float, typer.Option("--temperature", "-t", help="0 takes the likeliest token.")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="Draw among the k likeliest only.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Draw among the likeliest of this probability only.")] = None,
     seed: Annotated[int | None, typer.Option(help="Draw the same again.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this string (may be repeated).")] = None,
     window: Annotated[
-        int | None, typer.Option(help="Remember so many tokens only: bounded memory, text without end.")
+        int | None, typer.Option(help="Keep only this many tokens in the cache: bounded memory, text without end.")
     ] = None,
     dtype: Dtype = None,
     check: Check = True,

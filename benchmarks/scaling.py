@@ -29,7 +29,7 @@ from side_by_side import save, table
 
 from regard import attend
 from regard.masks import Causal
-from regard.parallel.cost import METHODS, Device, Sizes, cost, seconds, why_not
+from regard.parallel.cost import METHODS, Cost, Sizes, cost, why_not
 from regard.parallel.ring import LARGE
 
 HOST = 8  # devices
@@ -41,6 +41,27 @@ LAYERS = {
     "70B-like: 64 heads, 8 kv heads of 128, width 8,192": Sizes(0, 64, 8, 128, 8192),
 }
 SHORT = {"heads": "H", "ring": "R", "alltoall": "A", "heads x ring": "HR"}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a device can do."""
+
+    name: str
+    flops: float  # multiply-adds count as two, per second
+    bandwidth: float  # bytes per second that it sends to its neighbour
+    latency: float  # seconds of one message
+
+
+def seconds(cost: Cost, device: Device, *, training: bool = True) -> float:
+    """How long it takes: computing and sending one after the other, or (where they overlap) the longer of the two."""
+    total = 0.0
+    for flops, sent, messages in zip(cost.flops, cost.bytes, cost.messages, strict=True):
+        computing, sending = flops / device.flops, sent / device.bandwidth + messages * device.latency
+        total += max(computing, sending) if cost.overlaps else computing + sending
+        if not training:
+            break
+    return total
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
-"""One model over several processes, trained as one process would train it, looked into, saved, and loaded whole.
+"""Train a model sharded over several processes, watch it, save it, and load it into an unsharded model.
 
     torchrun --nproc-per-node 2 examples/distributed.py
     torchrun --nproc-per-node 4 examples/distributed.py --method heads
     torchrun --nproc-per-node 4 examples/distributed.py --method both
 
-A small decoder learns to repeat random tokens. `heads`: each process computes some heads of the whole text. `ring` and
-`alltoall`: each process has some tokens of the text, and attends to all. `both`: two by two, heads over one dimension
-of the mesh and the sequence over the other. Process 0 then trains the same model alone, from the same seed: the losses
-are the same to rounding, which training makes larger. `regard.watch` sees all heads and tokens, from every process.
+A small decoder learns to repeat random tokens. `heads`: each process computes some heads for all tokens. `ring` and
+`alltoall`: each process has some tokens, which attend to all. `both`: heads over one dimension of a 2 x 2 mesh, the
+sequence over the other. Process 0 then trains the same model alone, from the same seed: the losses agree to rounding
+errors, which grow during training. `regard.watch` records all heads and tokens on every process.
 
     ring, 2 processes
 
@@ -22,7 +22,7 @@ are the same to rounding, which training makes larger. `regard.watch` sees all h
     largest difference: 1e-05
 
     best induction head: layer 1 head 2, score 1.00
-    saved, and loaded into a plain model: its logits differ by 2e-05 at most
+    saved, and loaded into an unsharded model: its logits differ by 2e-05 at most
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import argparse
 import shutil
 import tempfile
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,65 +64,66 @@ CONFIG = ModelConfig(
 )
 
 
-class Spread:
-    """How the model and its texts are spread over the processes."""
+class Sharding:
+    """How the model and its texts are sharded over the processes."""
 
     def __init__(self, method: str) -> None:
         size = dist.get_world_size()
         shape = (size // 2, 2) if method == "both" else (1, size) if method == "heads" else (size, 1)
-        self.method = "ring" if method == "both" else method
+        self.method: Any = "ring" if method == "both" else method
         self.mesh: DeviceMesh = init_device_mesh("cpu", shape, mesh_dim_names=("sequence", "heads"))
-        self.sequence, self.heads = shape[0] > 1, shape[1] > 1
+        self.heads = shape[1] > 1
+        self.sequence: parallel.SequenceSharding | None = None
+        if shape[0] > 1:  # under a causal mask balanced, so that all have the same to do in a ring
+            self.sequence = parallel.SequenceSharding(self.mesh["sequence"], self.method, balance=self.method == "ring")
 
     def model(self, model: Decoder) -> Decoder:
-        """In place: first the heads, then the sequence."""
+        """Shard the model in place: first the heads, then the sequence."""
         if self.heads:
             parallel.shard_heads(model, self.mesh["heads"])
-        if self.sequence:
-            parallel.shard_sequence(model, self.mesh["sequence"], self.method)  # type: ignore[arg-type]
+        if self.sequence is not None:
+            parallel.shard_sequence(model, self.sequence)
         return model
 
     def text(self, ids: Tensor) -> Tensor:
-        """This process's part of ids (B, N): under a causal mask balanced, so that all have the same to do."""
-        return parallel.shard(ids, self.mesh["sequence"], balance=self.method == "ring") if self.sequence else ids
+        """This process's part of ids (B, N)."""
+        return ids if self.sequence is None else self.sequence.shard(ids)
 
     def total(self, loss: Tensor) -> float:
-        """The loss of all tokens, from that of this process's."""
+        """The loss of all tokens, from that of this process's tokens."""
         loss = loss.detach().clone()
-        if self.sequence:
+        if self.sequence is not None:
             dist.all_reduce(loss, group=self.mesh["sequence"].get_group())
         return loss.item()
 
 
-def train(steps: int, seed: int, spread: Spread | None) -> tuple[Decoder, list[float]]:
-    """The model, and its loss at every step; on one process where nothing is spread."""
+def train(steps: int, seed: int, sharding: Sharding | None) -> tuple[Decoder, list[float]]:
+    """The model, and its loss at every step; on one process if there is no sharding."""
     torch.manual_seed(seed)  # the same weights on every process
     model = Decoder(CONFIG)
-    if spread is not None:
-        spread.model(model)
+    if sharding is not None:
+        sharding.model(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.98))
     losses = []
     for step in range(steps):
         ids = texts(seed + step)
         inputs, targets = ids[:, :-1], ids[:, 1:]
-        if spread is not None:
-            inputs, targets = spread.text(inputs), spread.text(targets)
+        if sharding is not None:
+            inputs, targets = sharding.text(inputs), sharding.text(targets)
         logits = model(inputs)  # (B, n, V)
-        # of this process's tokens, over how many there are in all: what the processes add up is the mean
+        # the sum over this process's tokens by the number of all tokens: the processes add up to the mean
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (BATCH * TOKENS)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(loss.item() if spread is None else spread.total(loss))
+        losses.append(loss.item() if sharding is None else sharding.total(loss))
     return model, losses
 
 
 def texts(seed: int) -> Tensor:
-    """Random tokens, repeated: (BATCH, TOKENS + 1)"""
+    """Repeated random tokens, (BATCH, TOKENS + 1)."""
     times = TOKENS // PERIOD + 1
-    return regard.heads.analysis.probes.repeated(VOCABULARY, length=PERIOD, times=times, batch=BATCH, seed=seed)[
-        :, : TOKENS + 1
-    ]
+    return regard.heads.probes.repeated(VOCABULARY, length=PERIOD, times=times, batch=BATCH, seed=seed)[:, : TOKENS + 1]
 
 
 def main() -> None:
@@ -135,37 +137,39 @@ def main() -> None:
     if size not in ((4,) if options.method == "both" else (2, 4)):
         raise SystemExit("expected 4 processes for --method both, 2 or 4 for the others: torchrun --nproc-per-node 4")
 
-    def tell(words: str) -> None:
+    def log(text: str) -> None:
         if rank == 0:
-            print(words, flush=True)
+            print(text, flush=True)
 
-    spread = Spread(options.method)
-    model, losses = train(options.steps, options.seed, spread)
+    sharding = Sharding(options.method)
+    model, losses = train(options.steps, options.seed, sharding)
     _, alone = train(options.steps, options.seed, None) if rank == 0 else (None, losses)
-    tell(f"{options.method}, {size} processes\n\n step   loss  alone")
+    log(f"{options.method}, {size} processes\n\n step   loss  alone")
     for step in sorted({*range(0, options.steps, 10), options.steps - 1}):
-        tell(f"{step:5}  {losses[step]:5.3f}  {alone[step]:5.3f}")
+        log(f"{step:5}  {losses[step]:5.3f}  {alone[step]:5.3f}")
     difference = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
-    tell(f"largest difference: {difference:.0e}\n")
+    log(f"largest difference: {difference:.0e}\n")
 
     probe = texts(options.seed + options.steps)[:, :-1]
     with regard.watch(model, measures=["induction"]) as seen, torch.no_grad():
-        model(spread.text(probe))
+        model(sharding.text(probe))
     scores = torch.stack([layer.per_head("induction") for layer in seen])  # (layers, heads), on every process
     layer, head = divmod(int(scores.argmax()), CONFIG.num_heads)
-    tell(f"best induction head: layer {layer} head {head}, score {scores.max():.2f}")
+    log(f"best induction head: layer {layer} head {head}, score {scores.max():.2f}")
 
     folder = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder[0])
-    plain = Decoder(CONFIG)
-    state = {"model": plain.state_dict()}
+    unsharded = Decoder(CONFIG)
+    state = {"model": unsharded.state_dict()}
     dcp.load(state, checkpoint_id=folder[0])
-    plain.load_state_dict(state["model"])
+    unsharded.load_state_dict(state["model"])
     with torch.no_grad():
-        logits, whole = model(spread.text(probe)), plain(probe)
-        logits = parallel.gather(logits, spread.mesh["sequence"]) if spread.sequence else logits
-    tell(f"saved, and loaded into a plain model: its logits differ by {(logits - whole).abs().max():.0e} at most")
+        logits, expected = model(sharding.text(probe)), unsharded(probe)
+        logits = logits if sharding.sequence is None else sharding.sequence.gather(logits)
+    log(
+        f"saved, and loaded into an unsharded model: its logits differ by {(logits - expected).abs().max():.0e} at most"
+    )
     dist.barrier()
     if rank == 0:
         shutil.rmtree(folder[0])  # type: ignore[arg-type]

@@ -1,12 +1,12 @@
-"""If one head fails: how much of what a model can do is left as its heads are removed, one after another.
+"""If one head fails: how well a model still works as its heads are removed, one after another.
 
     python examples/if_one_head_fails.py
     python examples/if_one_head_fails.py --draws 10 --every 1 --figure heads.png
 
-MiniLM (6 layers of 12 heads) looks for the paraphrase of each of 80 sentences among all the others. Every sentence has
-a double that shares a word with it in another sense (a bat in a cave, a bat in a game), so that it takes the words
-around to tell. Heads are removed in three orders: those that matter least first, at random, and those that matter most
-first. How much a head matters is measured on other sentences, by gradients (Michel et al. 2019).
+MiniLM (6 layers of 12 heads) finds the paraphrase of each of 80 sentences among all others. Every sentence has a
+counterpart that uses one of its words in another sense (a bat in a cave, a bat in a game), so that the context matters.
+Heads are removed in three orders: least important first, at random, and most important first. Importance is measured on
+other sentences, by gradients (Michel et al. 2019).
 
     all 72 heads find 92.5% of the paraphrases, no head at all 48.8%.
       least important first:   first below 90% of that with 36 heads removed
@@ -27,9 +27,9 @@ from torch import Tensor
 
 import regard
 
-Head = tuple[str, int]  # its layer, its number
+Head = tuple[str, int]  # layer name, head number
 
-PAIRS = (  # paraphrases; of each two lines, the second has a word of the first in another sense
+PAIRS = (  # paraphrases; of each two lines, the second uses a word of the first in another sense
     ("The bank of the river was covered with grass.", "Green plants grew along the side of the stream."),
     ("The bank lent her the money for the house.", "A mortgage let her buy her home."),
     ("The bat flew out of the cave at night.", "After sunset a winged animal left its dark cavern."),
@@ -71,7 +71,7 @@ PAIRS = (  # paraphrases; of each two lines, the second has a word of the first 
     ("The ring was made of gold.", "The jewel on her finger was precious."),
     ("The ring of the phone woke me.", "A call roused me from sleep."),
 )
-OTHERS = (  # by which it is told how much each head matters
+OTHERS = (  # to measure the importance of heads
     ("The seal swam under the ice.", "A sea animal dived beneath the frozen water."),
     ("The seal on the letter was broken.", "Someone had opened the envelope."),
     ("The palm of her hand was red.", "The inside of her fist had turned pink."),
@@ -95,17 +95,17 @@ class Sentences:
         self.partner = torch.arange(2 * len(pairs)) ^ 1
 
     def cosines(self, model: regard.models.Encoder) -> Tensor:
-        """Of all sentences with all, (B, B); of a sentence with itself -inf."""
+        """Cosine similarities of all sentences, (B, B); -inf on the diagonal."""
         states = model(self.batch.ids, keep=self.batch.keep)
         vectors = F.normalize((states * self.batch.keep[..., None]).sum(1), dim=-1)  # as `model.embed` does
         return (vectors @ vectors.T).fill_diagonal_(float("-inf"))
 
     def loss(self, model: regard.models.Encoder) -> Tensor:
-        """For each sentence, how surprising its paraphrase is among all others, (B,)."""
+        """The cross-entropy of the paraphrase among all other sentences, (B,)."""
         return F.cross_entropy(20 * self.cosines(model), self.partner, reduction="none")
 
-    def found(self, model: regard.models.Encoder, without: list[Head]) -> float:
-        """The share of sentences whose nearest other one is their paraphrase, without some heads."""
+    def accuracy(self, model: regard.models.Encoder, without: list[Head]) -> float:
+        """The share of sentences whose nearest neighbour is their paraphrase, without some heads."""
         heads: dict[str, list[int]] = {}
         for layer, head in without:
             heads.setdefault(layer, []).append(head)
@@ -114,7 +114,7 @@ class Sentences:
 
 
 def draw(path: str, removed: list[int], curves: dict[str, Tensor]) -> None:
-    """The share of paraphrases found against the number of heads removed; (draws, counts) for each order."""
+    """Plot the accuracy against the number of heads removed; (draws, counts) for each order."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -126,20 +126,22 @@ def draw(path: str, removed: list[int], curves: dict[str, Tensor]) -> None:
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.subplots()
         colours = matplotlib.colormaps["viridis"]([0.05, 0.45, 0.7])
-        labels = ((0.6, 14), (0.17, -52), (0.17, -42))  # how far along each curve its name stands, how far above it
-        for (order, found), colour, style, (along, above) in zip(
+        labels = ((0.6, 14), (0.17, -52), (0.17, -42))  # of each curve: position along it, and height above it
+        for (order, accuracy), colour, style, (along, above) in zip(
             curves.items(), colours, ("-", "--", "-"), labels, strict=True
         ):
-            axes.fill_between(removed, found.amin(0), found.amax(0), color=colour, alpha=0.2, linewidth=0)
-            axes.plot(removed, found.mean(0), color=colour, linestyle=style, linewidth=2)
+            axes.fill_between(removed, accuracy.amin(0), accuracy.amax(0), color=colour, alpha=0.2, linewidth=0)
+            axes.plot(removed, accuracy.mean(0), color=colour, linestyle=style, linewidth=2)
             at = int(along * len(removed))
-            order += f" ({len(found)} orders)" if len(found) > 1 else ""
-            axes.annotate(order, (removed[at], found.mean(0)[at]), (0, above), color=colour, textcoords="offset points")
-        whole = curves["random"][0, 0].item()
-        axes.axhline(0.9 * whole, color="grey", linewidth=1, linestyle=":")
+            order += f" ({len(accuracy)} orders)" if len(accuracy) > 1 else ""
+            axes.annotate(
+                order, (removed[at], accuracy.mean(0)[at]), (0, above), color=colour, textcoords="offset points"
+            )
+        full = curves["random"][0, 0].item()
+        axes.axhline(0.9 * full, color="grey", linewidth=1, linestyle=":")
         axes.annotate(
-            "90% of the whole model",
-            (removed[-1], 0.9 * whole),
+            "90% of the full model",
+            (removed[-1], 0.9 * full),
             (0, 4),
             color="grey",
             ha="right",
@@ -153,10 +155,10 @@ def draw(path: str, removed: list[int], curves: dict[str, Tensor]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Remove the heads of MiniLM one after another.")
-    parser.add_argument("--every", type=int, default=3, help="heads from one measurement to the next")
+    parser.add_argument("--every", type=int, default=3, help="heads between measurements")
     parser.add_argument("--draws", type=int, default=5, help="how many random orders")
     parser.add_argument("--seed", type=int, default=0, help="of the random orders")
-    parser.add_argument("--figure", default="if_one_head_fails.png", help="where to draw it")
+    parser.add_argument("--figure", default="if_one_head_fails.png", help="file of the figure")
     options = parser.parse_args()
     try:
         model = regard.models.load("minilm")
@@ -164,8 +166,8 @@ def main() -> None:
         sys.exit(str(error))
 
     others, sentences = Sentences(model, OTHERS), Sentences(model, PAIRS)
-    needed = regard.importance(model, lambda model, others: others.loss(model), [others], normalize=False)
-    least = [(layer, head) for layer, head, _ in needed.ranked()]
+    importance = regard.importance(model, lambda model, others: others.loss(model), [others], normalize=False)
+    least = [(layer, head) for layer, head, _ in importance.ranked()]
     rng = random.Random(options.seed)
     orders = {
         "least important first": [least],
@@ -174,14 +176,14 @@ def main() -> None:
     }
     removed = sorted({*range(0, len(least), options.every), len(least)})
     curves = {
-        name: torch.tensor([[sentences.found(model, order[:count]) for count in removed] for order in several])
-        for name, several in orders.items()
+        name: torch.tensor([[sentences.accuracy(model, order[:count]) for count in removed] for order in draws])
+        for name, draws in orders.items()
     }
-    whole, none = (curves["random"][0, at].item() for at in (0, -1))
-    print(f"all {len(least)} heads find {whole:.1%} of the paraphrases, no head at all {none:.1%}.")
-    for name, found in curves.items():
-        under = [count for count, share in zip(removed, found.mean(0).tolist(), strict=True) if share < 0.9 * whole]
-        words = f" (mean of {len(found)})" if len(found) > 1 else ""
+    full, none = (curves["random"][0, at].item() for at in (0, -1))
+    print(f"all {len(least)} heads find {full:.1%} of the paraphrases, no head at all {none:.1%}.")
+    for name, accuracy in curves.items():
+        under = [count for count, share in zip(removed, accuracy.mean(0).tolist(), strict=True) if share < 0.9 * full]
+        words = f" (mean of {len(accuracy)})" if len(accuracy) > 1 else ""
         print(f"  {name + words + ':':<24} first below 90% of that with {under[0]} heads removed")
     draw(options.figure, removed, curves)
 

@@ -1,16 +1,16 @@
-"""Which heads of a language model look for what came next the last time, and what it loses without them.
+"""Find the induction heads of a language model, and measure what it loses without them.
 
     python examples/induction.py
     python examples/induction.py --top 3 --draws 10
 
-SmolLM2 (135M, 30 layers of 9 heads) reads random tokens twice. At the first reading nothing can be foreseen. At the
-second a head can look for the earlier copy of a token, and at what came after it: an induction head (Olsson et al.
-2022). Its score is how much of its attention goes there.
+SmolLM2 (135M, 30 layers of 9 heads) reads random tokens twice. At the first reading nothing can be predicted. At the
+second, a head can attend to the token that came after the earlier copy of the current one: an induction head (Olsson et
+al. 2022). Its score is the share of its attention that goes there.
 
-That is what heads look at. Whether it matters is seen on other random tokens: without the best heads the second reading
-is nearly as hard as the first; without as many others, drawn at random, it is about as easy as before.
+Whether these heads matter is measured on other random tokens: without the best ones the second reading is nearly as
+hard as the first; without as many others, drawn at random, it is about as easy as before.
 
-    8 of 270 heads are induction heads (score; that of equal weights on all tokens so far):
+    8 of 270 heads are induction heads (score, and score of uniform attention):
       blocks.18.attention 6  0.905  0.014
       blocks.17.attention 3  0.774  0.014
       ...
@@ -35,7 +35,7 @@ from torch import Tensor
 
 import regard
 
-Head = tuple[str, int]  # its layer, its number
+Head = tuple[str, int]  # layer name, head number
 
 
 def losses(model: regard.models.Decoder, ids: Tensor, without: Iterable[Head] = ()) -> tuple[float, float]:
@@ -46,48 +46,46 @@ def losses(model: regard.models.Decoder, ids: Tensor, without: Iterable[Head] = 
     with torch.no_grad(), regard.ablate(model, heads):
         logits = model(ids[:, :-1])  # (B, N - 1, V)
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
-    half = ids.shape[1] // 2  # what comes right after the first reading cannot be foreseen either
+    half = ids.shape[1] // 2  # the first token of the second reading cannot be predicted either
     return loss[:, : half - 1].mean().item(), loss[:, half:].mean().item()
 
 
 def others(best: list[Head], all_heads: list[Head], same_layers: bool, rng: random.Random) -> list[Head]:
-    """As many heads as the best, none of them among those: of anywhere, or each of the layer of one of the best."""
-    left = [head for head in all_heads if head not in best]
-    rng.shuffle(left)
+    """As many other heads as the best, drawn at random from all layers or from the same layers."""
+    candidates = [head for head in all_heads if head not in best]
+    rng.shuffle(candidates)
     if not same_layers:
-        return left[: len(best)]
+        return candidates[: len(best)]
     drawn: list[Head] = []
     for layer, _ in best:
-        drawn.append(next(head for head in left if head[0] == layer and head not in drawn))
+        drawn.append(next(head for head in candidates if head[0] == layer and head not in drawn))
     return drawn
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Find the induction heads of SmolLM2, and do without them.")
-    parser.add_argument("--top", type=int, default=5, help="how many of the best heads to do without")
+    parser = argparse.ArgumentParser(description="Find the induction heads of SmolLM2, and ablate them.")
+    parser.add_argument("--top", type=int, default=5, help="how many of the best heads to ablate")
     parser.add_argument("--draws", type=int, default=5, help="how often to draw as many others")
-    parser.add_argument("--texts", type=int, default=4, help="texts to take the losses of")
+    parser.add_argument("--texts", type=int, default=4, help="number of texts for the losses")
     parser.add_argument("--length", type=int, default=50, help="random tokens in a text, before they are repeated")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random choices")
     options = parser.parse_args()
     try:
         model = regard.models.load("smollm2")
     except (ValueError, ImportError) as error:
         sys.exit(str(error))
 
-    roles = regard.heads.analysis.probes.induction(model, length=options.length, seed=options.seed).roles()
+    roles = regard.heads.probes.induction(model, length=options.length, seed=options.seed).roles()
     all_heads = [(role.layer, role.head) for role in roles]
-    found = roles.of("induction")
-    print(
-        f"{len(found)} of {len(roles)} heads are induction heads (score; that of equal weights on all tokens so far):"
-    )
-    for role in found:
+    induction_heads = roles.of("induction")
+    print(f"{len(induction_heads)} of {len(roles)} heads are induction heads (score, and score of uniform attention):")
+    for role in induction_heads:
         print(f"  {role.layer} {role.head}  {role.score:.3f}  {role.baseline:.3f}")
 
-    ids = regard.heads.analysis.probes.repeated(  # other tokens than those that the heads were chosen by
+    ids = regard.heads.probes.repeated(  # other tokens than those that selected the heads
         model.config.vocabulary, length=options.length, batch=options.texts, seed=options.seed + 1
     )
-    best = [(role.layer, role.head) for role in found[: options.top]]
+    best = [(role.layer, role.head) for role in induction_heads[: options.top]]
     rng = random.Random(options.seed)
     print("\nLoss of the next token in nats      first reading  second reading")
     first, second = losses(model, ids)

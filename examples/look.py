@@ -1,10 +1,10 @@
-"""Look at a sentence: what every head of a real model attends to.
+"""What every head of a real model attends to in a sentence.
 
     python examples/look.py
     python examples/look.py "time flies like an arrow and fruit flies like a banana" --html flies.html
 
-The model is all-MiniLM-L6-v2, a trained BERT encoder of 6 layers with 12 heads each. The picture is drawn in the
-terminal; `--html` writes the page, one file in which every head can be opened, compared and followed token by token.
+The model is all-MiniLM-L6-v2, a trained BERT encoder of 6 layers with 12 heads each. The maps are drawn in the
+terminal; `--html` also writes a page, a single file in which every head can be opened and compared.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sentence", nargs="?", default="The cat that I saw yesterday ran away")
     parser.add_argument("--html", help="write the page to this file")
-    asked = parser.parse_args()
+    options = parser.parse_args()
 
     model = regard.models.load("minilm")
-    seen = regard.look(model, text=asked.sentence, html=asked.html)
+    seen = regard.look(model, text=options.sentence, html=options.html)
 
     previous = seen.roles(tokens=seen.tokens).of("previous")
     print("\nHeads that look at the token before:", ", ".join(f"{role.layer} head {role.head}" for role in previous))

@@ -1,13 +1,13 @@
-"""Heads as they form: a small model learns to repeat what it read, and two kinds of heads appear, together and at once.
+"""Watch heads form: a small model learns to repeat random tokens, and two kinds of heads appear at the same time.
 
     python examples/training.py
     python examples/training.py --steps 2000 --seed 3 --figure heads.png
 
-Two layers of four heads read random tokens that are repeated, each batch with a period of its own, so that no fixed
-distance helps. What comes next can be foreseen only in two steps: a head of the first layer tells each token what stood
-before it (the previous-token score), and one of the second looks for the place where that was the token that is being
-read now, and at what stands there (the induction score: Olsson et al. 2022). Neither is of use without the other, so
-for a while nothing seems to happen; then both come, and the loss falls. `regard.watch` looks in every 20 steps.
+Two layers of four heads read repeated random tokens, each batch with another period, so that no fixed distance helps.
+The next token can be predicted in two steps only: a head of the first layer copies to each token the one before it (the
+previous-token score), and a head of the second layer finds the position whose previous token is the current one, and
+attends to it (the induction score: Olsson et al. 2022). Neither is useful without the other, so at first nothing seems
+to happen; then both form, and the loss falls. `regard.watch` measures the heads every 20 steps.
 
     step   loss  previous-token, layer 0   induction, layer 1
        0   4.30  0.07  0.07  0.08  0.06    0.03  0.03  0.03  0.03
@@ -34,11 +34,11 @@ from torch import Tensor, nn
 import regard
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 64, 64, 4, 2
-TOKENS, BATCH, PERIODS = 48, 32, (8, 24)  # tokens in a text, texts in a batch, the shortest and the longest period
+TOKENS, BATCH, PERIODS = 48, 32, (8, 24)  # tokens per text, texts per batch, shortest and longest period
 
 
 class Decoder(nn.Module):
-    """Attention alone: token ids (B, N) to logits (B, N, V)."""
+    """An attention-only model: token ids (B, N) to logits (B, N, V)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,18 +61,18 @@ class Decoder(nn.Module):
 
 
 def loss_of(model: Decoder, ids: Tensor, period: int) -> Tensor:
-    """The loss of the next token in nats, from where the text repeats itself."""
+    """The loss of the next token in nats, where the text repeats itself."""
     logits = model(ids)[:, period:-1]
     return F.cross_entropy(logits.flatten(0, 1), ids[:, period + 1 :].flatten())
 
 
 def train(steps: int, every: int, seed: int) -> Iterator[tuple[int, float, Tensor, Tensor]]:
-    """Train, and look in every so many steps: step, loss, previous-token and induction scores (layers, heads)."""
+    """Train; yield step, loss, previous-token and induction scores (layers, heads) every `every` steps."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     model = Decoder()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98))
-    probe = regard.heads.analysis.probes.repeated(VOCABULARY, length=TOKENS // 2, batch=16, seed=seed)
+    probe = regard.heads.probes.repeated(VOCABULARY, length=TOKENS // 2, batch=16, seed=seed)
     for step in range(steps + 1):
         if step % every == 0 or step == steps:
             with regard.watch(model, measures=["previous", "induction"]) as seen, torch.no_grad():
@@ -81,7 +81,7 @@ def train(steps: int, every: int, seed: int) -> Iterator[tuple[int, float, Tenso
             yield step, loss, previous, induction
         period = rng.randint(*PERIODS)
         times = -(-TOKENS // period)
-        ids = regard.heads.analysis.probes.repeated(
+        ids = regard.heads.probes.repeated(
             VOCABULARY, length=period, times=times, batch=BATCH, seed=rng.randrange(2**32)
         )
         optimizer.zero_grad()
@@ -98,13 +98,13 @@ def draw(path: str, steps: list[int], losses: list[float], previous: Tensor, ind
         print("no figure: matplotlib is not installed")
         return
     matplotlib.use("Agg")
-    colours = matplotlib.colormaps["viridis"]([0.08, 0.6])  # of the layers
+    colours = matplotlib.colormaps["viridis"]([0.08, 0.6])  # one per layer
     with matplotlib.rc_context(
         {"font.size": 12, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 12}
     ):
         figure = Figure(figsize=(11.5, 3.6), layout="constrained")
         panels = figure.subplots(1, 3, sharex=True)
-        formed = int((induction[:, 1] > 0.5).any(1).int().argmax())  # the first look with an induction head
+        formed = int((induction[:, 1] > 0.5).any(1).int().argmax())  # the first measurement with an induction head
         for axes in panels:
             axes.set(xlabel="training step", xlim=(0, steps[-1]))
             if formed:
@@ -112,8 +112,8 @@ def draw(path: str, steps: list[int], losses: list[float], previous: Tensor, ind
         panels[0].plot(steps, losses, color="black", linewidth=2)
         panels[0].set(title="loss where the text repeats", ylim=(0, None))
         for axes, values, title in (
-            (panels[1], previous, "weight on the token before"),
-            (panels[2], induction, "weight on what came next last time"),
+            (panels[1], previous, "weight on the previous token"),
+            (panels[2], induction, "weight on the induction target"),
         ):
             for layer, colour in enumerate(colours):
                 axes.plot(steps, values[:, layer], color=colour, linewidth=1.8)
@@ -136,21 +136,21 @@ def draw(path: str, steps: list[int], losses: list[float], previous: Tensor, ind
 def main() -> None:
     parser = argparse.ArgumentParser(description="Watch induction heads form in training.")
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--every", type=int, default=20, help="steps from one look to the next")
+    parser.add_argument("--every", type=int, default=20, help="steps between measurements")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--figure", default="training.png", help="where to draw it")
+    parser.add_argument("--figure", default="training.png", help="file of the figure")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # the model is so small that threads would mostly wait for each other
+    torch.set_num_threads(1)  # the model is too small for several threads
 
     print("step   loss  previous-token, layer 0   induction, layer 1")
-    looks = []
+    measurements = []
     for step, loss, previous, induction in train(options.steps, options.every, options.seed):
-        looks.append((step, loss, previous, induction))
-        if len(looks) % 10 == 1 or step == options.steps:
+        measurements.append((step, loss, previous, induction))
+        if len(measurements) % 10 == 1 or step == options.steps:
             rows = ("  ".join(f"{x:.2f}" for x in s.tolist()) for s in (previous[0], induction[1]))
             print(f"{step:4}  {loss:5.2f}  " + "    ".join(rows), flush=True)
-    steps, losses, *scores = map(list, zip(*looks, strict=True))
-    previous, induction = map(torch.stack, scores)  # (looks, layers, heads)
+    steps, losses, *scores = map(list, zip(*measurements, strict=True))
+    previous, induction = map(torch.stack, scores)  # (measurements, layers, heads)
     print()
     for layer, name, values in ((1, "induction", induction), (0, "previous-token", previous)):
         best = int(values[-1, layer].argmax())

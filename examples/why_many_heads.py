@@ -1,16 +1,16 @@
-"""Why more than one head: one against eight, of the same width and with as many parameters, on two questions at once.
+"""Why more than one head: one head against eight, with the same width and parameters, on two questions at once.
 
     python examples/why_many_heads.py
     python examples/why_many_heads.py --mlp --questions 6 --steps 1000
 
-Every place of a text holds a letter, and names two earlier places. Asked at each: which letter stands at the first of
-them, and which at the second? A head has one softmax. Looking at two places it sees a mean of two letters, and hardly
-which of them stood where: the one head looks at both, and mostly guesses the order. Of eight heads, each looks at one
-of the two, and writes what it sees to a part of the output of its own.
+Every position of a text has a letter, and names two earlier positions. The questions: which letter is at the first of
+them, and which at the second? A head has one softmax. Attending to two positions, it gets a mean of two letters, and
+can hardly tell which was where: the single head attends to both, and mostly guesses the order. Of eight heads, each
+attends to one of the two, and writes the letter to its own part of the output.
 
-This is of attention that is read linearly. With `--mlp` a feed-forward part stands between, and the one head learns,
-later than eight, to look at the two with unequal weights, by which they can be told apart. With more questions at once
-there is less room for that: of six, 64% are right after 1,000 steps, and 100% with eight heads.
+This holds for a linear readout. With `--mlp` there is a feed-forward part before it, and the single head learns, later
+than eight, to attend to the two with unequal weights, which distinguishes them. With more questions that gets harder:
+of six, 64% of the answers are right after 1,000 steps, and 100% with eight heads.
 
     one head     22,816 parameters   59.5% of the answers right  (5 seeds: 58.1 to 60.9)
     eight heads  22,816 parameters  100.0% of the answers right  (5 seeds: 100.0 to 100.0)
@@ -34,60 +34,58 @@ Texts = tuple[Tensor, Tensor, Tensor]
 
 
 class Model(nn.Module):
-    """Attention and a readout. Where it looks depends on places alone, what it sees there is letters alone."""
+    """Attention and a linear readout. Queries and keys depend on positions only, values on letters only."""
 
     def __init__(self, heads: int, questions: int, mlp: bool) -> None:
         super().__init__()
         self.letter, self.place = nn.Embedding(LETTERS, WIDTH), nn.Embedding(PLACES, WIDTH)
         self.named = nn.ModuleList(nn.Embedding(PLACES, WIDTH) for _ in range(questions))
         for places in (self.place, *self.named):
-            nn.init.normal_(
-                places.weight, std=0.3
-            )  # small: a head begins by looking everywhere, and has not chosen yet
+            nn.init.normal_(places.weight, std=0.3)  # small, so that attention starts almost uniform
         self.attention = regard.MultiHeadAttention(WIDTH, heads)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) if mlp else None
         self.readout = nn.Linear(WIDTH, questions * LETTERS)
 
     def forward(self, letters: Tensor, named: Tensor) -> Tensor:
-        """Letters (B, N) and numbers of places (B, N, Q) to the logits of the answers (B, N, Q, LETTERS)."""
-        wanted = sum(table(places) for table, places in zip(self.named, named.unbind(-1), strict=True))
+        """Letters (B, N) and named positions (B, N, Q) to the logits of the answers (B, N, Q, LETTERS)."""
+        query = sum(table(places) for table, places in zip(self.named, named.unbind(-1), strict=True))
         places = self.place.weight.expand(len(letters), -1, -1)
-        x = self.attention(wanted, places, self.letter(letters), mask=regard.masks.Causal())
+        x = self.attention(query, places, self.letter(letters), mask=regard.masks.Causal())
         x = x if self.mlp is None else x + self.mlp(x)
         return self.readout(x).unflatten(-1, (-1, LETTERS))
 
 
 def texts(count: int, questions: int, generator: torch.Generator) -> Texts:
-    """Letters (B, N), the places that each place names (B, N, Q), and the letters that stand there (B, N, Q)."""
+    """Letters (B, N), the positions that each position names (B, N, Q), and the letters there (B, N, Q)."""
     letters = torch.randint(LETTERS, (count, PLACES), generator=generator)
-    lots = torch.rand(count, PLACES, PLACES, generator=generator).tril(-1)  # earlier places only
-    named = lots.topk(questions).indices
+    scores = torch.rand(count, PLACES, PLACES, generator=generator).tril(-1)  # earlier positions only
+    named = scores.topk(questions).indices
     return letters, named, letters[:, None].expand(-1, PLACES, -1).gather(2, named)
 
 
 def train(heads: int, test: Texts, options: argparse.Namespace, seed: int) -> tuple[Model, list[float]]:
-    """A trained model, and the share of answers to the test that were right every so many steps."""
+    """A trained model, and its accuracy on the test every `options.every` steps."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = Model(heads, options.questions, options.mlp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    asked = slice(options.questions, None)  # before, there are too few places to name
-    right = []
+    asked = slice(options.questions, None)  # earlier positions have too few positions to name
+    accuracy = []
     for step in range(options.steps + 1):
         if step % options.every == 0:
             with torch.no_grad():
-                found = model(*test[:2]).argmax(-1)
-            right.append((found == test[2])[:, asked].float().mean().item())
+                predicted = model(*test[:2]).argmax(-1)
+            accuracy.append((predicted == test[2])[:, asked].float().mean().item())
         letters, named, answers = texts(BATCH, options.questions, generator)
         loss = F.cross_entropy(model(letters, named)[:, asked].flatten(0, 2), answers[:, asked].flatten())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return model, right
+    return model, accuracy
 
 
-def look(model: Model, letters: Tensor, named: Tensor) -> tuple[Tensor, Tensor]:
-    """The weights (B, H, N, N), and how much of them is on the places that are asked for (H, Q)."""
+def attention_to_named(model: Model, letters: Tensor, named: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights (B, H, N, N), and their mean on the named positions (H, Q)."""
     with regard.watch(model, measures=[], keep="qk") as seen, torch.no_grad():
         model(letters, named)
     weights = seen["attention"].weights()
@@ -96,7 +94,7 @@ def look(model: Model, letters: Tensor, named: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(path: str, every: int, curves: dict[str, Tensor], maps: dict[str, Tensor], named: Tensor) -> None:
-    """The share of right answers against steps, (seeds, looks) each; and the weights (N, N) of some heads beside it."""
+    """Plot the accuracy against steps, (seeds, measurements) each, and the weights (N, N) of some heads."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -109,9 +107,9 @@ def draw(path: str, every: int, curves: dict[str, Tensor], maps: dict[str, Tenso
         figure = Figure(figsize=(13, 3.7), layout="constrained")
         left, *rest = figure.subplots(1, 1 + len(maps), width_ratios=[1.35, *[1] * len(maps)])
         colours = matplotlib.colormaps["viridis"]([0.6, 0.08])
-        for (name, right), colour, below in zip(curves.items(), colours, (36, 18), strict=True):
-            steps, mean = every * torch.arange(right.shape[1]), right.mean(0)
-            left.fill_between(steps, right.amin(0), right.amax(0), color=colour, alpha=0.3, linewidth=0)
+        for (name, accuracy), colour, below in zip(curves.items(), colours, (36, 18), strict=True):
+            steps, mean = every * torch.arange(accuracy.shape[1]), accuracy.mean(0)
+            left.fill_between(steps, accuracy.amin(0), accuracy.amax(0), color=colour, alpha=0.3, linewidth=0)
             left.plot(steps, mean, color=colour, linewidth=2)
             left.annotate(
                 f"{name}: {mean[-1]:.0%}",
@@ -121,20 +119,20 @@ def draw(path: str, every: int, curves: dict[str, Tensor], maps: dict[str, Tenso
                 ha="right",
                 color=colour,
             )
-        left.set(title="answers that are right", xlabel="training step", ylim=(0, 1.03))
+        left.set(title="accuracy", xlabel="training step", ylim=(0, 1.03))
         left.yaxis.set_major_formatter(PercentFormatter(1))
         left.spines[["top", "right"]].set_visible(False)
         hidden = torch.ones(PLACES, PLACES, dtype=torch.bool).triu(1)
-        hidden[: named.shape[1]] = True  # nothing is asked there
+        hidden[: named.shape[1]] = True  # there is no question
         for axes, (title, weights) in zip(rest, maps.items(), strict=True):
             image = axes.imshow(weights.masked_fill(hidden, float("nan")).numpy(), vmin=0, vmax=1, cmap="viridis")
             for row in range(named.shape[1], PLACES):
                 for place, marker in zip(named[row].tolist(), "os", strict=False):
                     colour = "black" if weights[row, place] > 0.6 else "white"
                     axes.plot(place, row, marker, markersize=6.5, fillstyle="none", color=colour)
-            axes.set(title=title, xlabel="a place looked at", xticks=[], yticks=[])
+            axes.set(title=title, xlabel="key position", xticks=[], yticks=[])
             axes.spines[:].set_visible(False)
-        rest[0].set_ylabel("a place that looks")
+        rest[0].set_ylabel("query position")
         rest[0].text(0.62, 0.97, "asked for:\n○ first\n□ second", transform=rest[0].transAxes, va="top")
         figure.colorbar(image, ax=rest, shrink=0.8, ticks=[0, 0.5, 1]).set_label("weight")
         figure.savefig(path, dpi=150)
@@ -144,20 +142,20 @@ def draw(path: str, every: int, curves: dict[str, Tensor], maps: dict[str, Tenso
 def main() -> None:
     parser = argparse.ArgumentParser(description="One head against eight.")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--every", type=int, default=20, help="steps from one look to the next")
+    parser.add_argument("--every", type=int, default=20, help="steps between measurements")
     parser.add_argument("--seeds", type=int, default=5, help="how many models of each kind to train")
     parser.add_argument("--questions", type=int, default=2, choices=range(2, 9), help="how many at once")
     parser.add_argument("--mlp", action="store_true", help="a feed-forward part before the readout")
-    parser.add_argument("--figure", default="why_many_heads.png", help="where to draw it")
+    parser.add_argument("--figure", default="why_many_heads.png", help="file of the figure")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # the model is so small that threads would mostly wait for each other
+    torch.set_num_threads(1)  # the model is too small for several threads
 
     test = texts(256, options.questions, torch.Generator().manual_seed(2**32))
     models: dict[str, Model] = {}  # of the first seed
     curves: dict[str, Tensor] = {}
     for name, heads in (("one head", 1), ("eight heads", 8)):
         runs = [train(heads, test, options, seed) for seed in range(options.seeds)]
-        models[name], curves[name] = runs[0][0], torch.tensor([right for _, right in runs])
+        models[name], curves[name] = runs[0][0], torch.tensor([accuracy for _, accuracy in runs])
         size = sum(parameter.numel() for parameter in models[name].parameters())
         last = 100 * curves[name][:, -1]
         print(
@@ -166,10 +164,10 @@ def main() -> None:
             flush=True,
         )
 
-    weights, on = look(models["one head"], *test[:2])
+    weights, on = attention_to_named(models["one head"], *test[:2])
     print(f"The one head has {on[0, 0]:.0%} of its weight on the first place and {on[0, 1]:.0%} on the second.")
     maps = {"the one head": weights[0, 0]}
-    weights, on = look(models["eight heads"], *test[:2])
+    weights, on = attention_to_named(models["eight heads"], *test[:2])
     a, b, *_ = on.argmax(0).tolist()
     print(f"Of the eight, head {a} has {on[a, 0]:.0%} on the first, and head {b} has {on[b, 1]:.0%} on the second.")
     maps |= {f"head {head} of eight": weights[0, head] for head in (a, b)}

@@ -17,7 +17,7 @@ import regard
 from regard.attention import prepare
 from regard.kernels import Call, fused, reference
 from regard.masks import Causal, Documents, Hide, Keep, Mask, Padding, Prefix, Window
-from regard.positions import Alibi, DenseBias, RelativeBias
+from regard.positions import Alibi, RelativeBias
 
 
 @dataclass
@@ -144,9 +144,7 @@ def terms(case: Case, lse: bool = False) -> list[Tensor]:
     q, k, v = (x.detach().abs() for x in (call.q, call.k, call.v))
     k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
     tile = call.whole()
-    biases = [
-        b.weight if isinstance(b, DenseBias) else b.block(tile.q_positions, tile.k_positions) for b in call.biases
-    ]
+    biases = [bias.evaluate(tile) for bias in call.biases]
     score = q @ k.mT * abs(call.scale) + sum(b.detach().abs() for b in biases)
     with torch.no_grad():
         p, log = reference.weights(call)

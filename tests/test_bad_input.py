@@ -154,11 +154,23 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "positions as a list": (
         {"positions": [0, 1, 2, 3, 4]},
         TypeError,
-        "positions: expected an integer tensor, received list",
+        "positions: expected an int or an integer tensor, received list",
     ),
-    "positions as a string": ({"positions": "first"}, TypeError, "positions: expected an integer tensor, received str"),
-    "positions as a float": ({"positions": 2.5}, TypeError, "positions: expected an integer tensor, received float"),
-    "positions as a truth": ({"positions": True}, TypeError, "positions: expected an integer tensor, received bool"),
+    "positions as a string": (
+        {"positions": "first"},
+        TypeError,
+        "positions: expected an int or an integer tensor, received str",
+    ),
+    "positions as a float": (
+        {"positions": 2.5},
+        TypeError,
+        "positions: expected an int or an integer tensor, received float",
+    ),
+    "positions as a truth": (
+        {"positions": True},
+        TypeError,
+        "positions: expected an int or an integer tensor, received bool",
+    ),
     "positions elsewhere": (
         {"positions": torch.arange(N, device=META)},
         ValueError,
@@ -395,7 +407,7 @@ WRONG_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], s
         (X,),
         {"positions": [0, 1, 2, 3, 4]},
         TypeError,
-        "positions: expected an integer tensor, received list",
+        "positions: expected an (int or an )?integer tensor, received list",
     ),
     "other positions": (
         (X,),

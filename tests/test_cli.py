@@ -14,8 +14,9 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import regard
-from regard import cli, doctor, heads, models
-from regard.cli import app, main
+from regard import doctor, heads, models
+from regard.cli import app, common, main
+from regard.cli.models import generate
 from regard.heads import progress
 from regard.kernels import native_library as library
 from regard.models import loading
@@ -350,7 +351,7 @@ def test_the_version():
 )
 @pytest.mark.parametrize("name", ["nosuchfile.txt", "no/such/file", "./notes", "Notizen.mD", "a.b.conllu"])
 def test_a_file_that_is_not_there(monkeypatch, arguments, name):
-    monkeypatch.setattr("regard.cli._load", lambda *_: pytest.fail("a model was loaded first"))
+    monkeypatch.setattr("regard.cli.common.load_model", lambda *_: pytest.fail("a model was loaded first"))
     with pytest.raises(
         ValueError, match=f"text: expected a text, or a file that is there, received no such file: {name}"
     ):
@@ -375,22 +376,22 @@ def test_a_file_that_is_not_there(monkeypatch, arguments, name):
 )
 def test_a_text_is_a_text(text):
     """Words, numbers, abbreviations, sentences that end in a file's name; a word that is also the name of a folder."""
-    assert cli._text(text) == text
-    assert cli._lines([text]) == [text]
+    assert common.text_of(text) == text
+    assert common.lines_of([text]) == [text]
 
 
 def test_files_are_read_and_told_from_others(tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("one\ntwo\n", encoding="utf-8")
-    assert cli._text(str(file)) == "one\ntwo\n"
-    assert cli._lines([str(file), "three"]) == ["one", "two", "three"]
+    assert common.text_of(str(file)) == "one\ntwo\n"
+    assert common.lines_of([str(file), "three"]) == ["one", "two", "three"]
     file.write_text("", encoding="utf-8")
-    assert cli._text(str(file)) == ""
+    assert common.text_of(str(file)) == ""
     file.write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match=r"text: expected a file of text in UTF-8, received other bytes in .*text.txt"):
-        cli._text(str(file))
+        common.text_of(str(file))
     with pytest.raises(ValueError, match="text: expected a text, or a file with one, received a folder: "):
-        cli._text(str(tmp_path))
+        common.text_of(str(tmp_path))
 
 
 def test_look_heads_and_ablate_take_the_same_model():
@@ -425,11 +426,11 @@ def test_texts_do_not_command_the_terminal(monkeypatch, capsys):
 def test_what_a_model_writes_does_not_command_the_terminal(monkeypatch):
     """To a terminal; to a file it is written as it is."""
     decoder = SimpleNamespace(stream=lambda *_, **__: iter(["a\n", HOSTILE]))
-    monkeypatch.setattr("regard.cli._load", lambda *_: decoder)
-    monkeypatch.setattr("regard.cli.models.Decoder", SimpleNamespace)
+    monkeypatch.setattr("regard.cli.common.load_model", lambda *_: decoder)
+    monkeypatch.setattr("regard.models.Decoder", SimpleNamespace)
     assert run("generate", "x") == f"a\n{HOSTILE}\n"
     screen = Screen()
     monkeypatch.setattr(sys, "stdout", screen)
-    cli.generate("x")
+    generate("x")
     assert plain(screen.getvalue())
     assert screen.getvalue().startswith("a\n\\u001b]0;owned")

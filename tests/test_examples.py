@@ -1,4 +1,4 @@
-"""The examples run, as a reader would run them; what they print holds; and what they draw is a picture."""
+"""The examples run as scripts; their printed figures are as claimed, and their pictures are not empty."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def matplotlib() -> None:
 
 
 def run(folder: Path, name: str, *options: str, processes: int = 0, **environment: str) -> str:
-    """What an example prints, in a process of its own that begins in `folder` and takes warnings for errors; or in
-    several such processes."""
+    """The output of an example that runs in `folder`, in its own process or in several, with warnings as errors."""
     several = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "--no-python"]
     result = subprocess.run(
         [*([sys.executable, *several] if processes else []), sys.executable, "-W", "error", str(EXAMPLES / name)]
@@ -51,7 +50,7 @@ def numbers(pattern: str, out: str) -> tuple[float, ...]:
 
 
 def assert_picture(path: Path, width: int, height: int) -> None:
-    """A PNG of this size, and with something in it: one colour alone would take fewer bytes."""
+    """A PNG of this size that is not empty: a single colour would take fewer bytes."""
     data = path.read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", data[16:24]) == (width, height)
@@ -114,17 +113,16 @@ def test_prune(tmp_path) -> None:
     listed = re.findall(r"^  blocks\.\d\.attention: ([\d, ]+)$", out, re.MULTILINE)
     assert sum(len(heads.split(",")) for heads in listed) == 12
     before, after = numbers(r"Parameters: (\S+) before, (\S+) after", out)
-    assert (
-        before - after == 12 * (4 * 384 + 3) * 32
-    )  # of a head: its rows of q, k, v with their biases, its columns of out
-    (rounding,) = numbers(r"but for rounding: (\S+) at most", out)
+    per_head = (4 * 384 + 3) * 32  # rows of q, k and v with their biases, columns of out
+    assert before - after == 12 * per_head
+    (rounding,) = numbers(r"heads set to zero: (\S+) at most", out)
     assert rounding < 1e-5
     pairs = re.findall(r"^ +(-?\d\.\d+) +(-?\d\.\d+)  .+ \| ", out, re.MULTILINE)
     cosines = [(float(whole), float(pruned)) for whole, pruned in pairs]
     assert len(cosines) == 6
     assert all(abs(whole - pruned) < 0.1 for whole, pruned in cosines)
     assert min(pruned for _, pruned in cosines[:4]) > 0.4 > 0.2 > max(pruned for _, pruned in cosines[4:])
-    assert "loaded again it gives the same embeddings: True" in out
+    assert "loaded again, it gives the same embeddings: True" in out
     assert (tmp_path / "small.safetensors").stat().st_size == pytest.approx(4 * after, rel=0.01)
 
 

@@ -33,8 +33,8 @@ from regard.masks import (
     Window,
     as_mask,
     conjuncts,
-    whole,
 )
+from regard.masks.tiles import whole
 
 SHAPES = [(3, 7), (5, 5), (7, 3), (1, 11), (11, 1), (1, 1)]  # N < M, N == M, N > M, and the thin ones
 EXAMPLES = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import regard
-from regard import measures
-from regard.kernels import blockwise, reference
+from regard import measures, tuning
+from regard.kernels import reference
 from regard.masks import Causal, Padding, Window, conjuncts
 from regard.measures import (
     Contribution,
@@ -146,14 +146,14 @@ def check(case: Case, kernel: str, strip: int, dtype: torch.dtype) -> None:
     if n <= m:
         kinds["same"] = "same"
         wanted += [Induction(ids), Duplicate()]
-    before = blockwise.STRIP
-    blockwise.STRIP = strip
+    before = tuning.STRIP
+    tuning.STRIP = strip
     try:
         got = regard.measure(
             case.q, case.k, case.v, ids=ids, measures=[*wanted, Tokens(kinds)], kernel=kernel, **case.options
         )
     finally:
-        blockwise.STRIP = before
+        tuning.STRIP = before
     right = by_the_formula(case, ids, out_weight, same)
     tolerance = 1e-5 if dtype is torch.float32 else 1e-9
     for name, truth in right.items():

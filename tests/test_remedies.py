@@ -299,5 +299,5 @@ def test_a_module_is_told_from_its_state_dict() -> None:
     torch.testing.assert_close(layouts.load(module.state_dict(), num_heads=3)(X), module(X, X, X)[0], **TIGHT)
     with pytest.raises(TypeError, match=r"remedy: safetensors.torch.load_file\(path\)"):
         layouts.load("model.safetensors", num_heads=3)
-    with pytest.raises(TypeError, match="num_heads: expected the number of heads, which no state dict tells"):
+    with pytest.raises(TypeError, match="num_heads: expected the number of heads, which a state dict does not contain"):
         layouts.load(module.state_dict())

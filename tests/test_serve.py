@@ -36,10 +36,10 @@ from regard.draw.look import read
 from regard.draw.page.pack import decoded, step
 from regard.models import Decoder, Encoder, ModelConfig
 from regard.serve.guard import Guard
-from regard.serve.jobs import Job, Jobs
-from regard.serve.model_registry import Shelf
-from regard.serve.requests import Ask, Limits, Refused, number, span
-from regard.serve.results import _held
+from regard.serve.jobs import Job, JobQueue
+from regard.serve.model_registry import ModelRegistry
+from regard.serve.requests import Limits, LookRequest, RequestError, parse_index, parse_range
+from regard.serve.results import run_look, tensor_bytes
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers, which cuts text, is not installed")
 pytest.importorskip("starlette", reason="starlette, which serves, is not installed")
@@ -49,10 +49,9 @@ from starlette.applications import Starlette  # noqa: E402
 from starlette.responses import PlainTextResponse  # noqa: E402
 from starlette.routing import Route  # noqa: E402
 
-from regard.serve import routes as web  # noqa: E402
-from regard.serve import server as door  # noqa: E402
+from regard.serve import routes, server  # noqa: E402
 
-WORDS = ["[UNK]", *web.SENTENCE.lower().split(), "over", "a", "hill", "and", "another", "one", "of", "its", "kind"]
+WORDS = ["[UNK]", *routes.SENTENCE.lower().split(), "over", "a", "hill", "and", "another", "one", "of", "its", "kind"]
 LONG = " ".join(WORDS[1 + i * i % 13] for i in range(220))
 
 
@@ -123,15 +122,15 @@ class Client:
 @contextmanager
 def running(app: Callable[[int], Starlette]) -> Iterator[int]:
     """A server in a thread; gives its port."""
-    with door.bound("127.0.0.1", 0) as listening:
+    with server.listen("127.0.0.1", 0) as listening:
         port = listening.getsockname()[1]
-        server = door.server(app(port))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        running_server = server.make_server(app(port))
+        thread = threading.Thread(target=running_server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
             yield port
         finally:
-            server.should_exit = True
+            running_server.should_exit = True
             thread.join(20)
             assert not thread.is_alive()
 
@@ -195,8 +194,8 @@ def test_the_page_offers_the_models_and_shows_a_first_sentence_once_it_is_comput
     answer = client.ask("GET", "/")
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     meta = live(answer.data)
-    assert meta["title"] == web.SENTENCE == about["text"]
-    assert meta["runs"][0]["texts"][0]["tokens"] == web.SENTENCE.lower().split()
+    assert meta["title"] == routes.SENTENCE == about["text"]
+    assert meta["runs"][0]["texts"][0]["tokens"] == routes.SENTENCE.lower().split()
     assert meta["live"]["job"] == about["job"]
 
 
@@ -212,7 +211,7 @@ def test_the_policy_of_the_page_is_a_header_too_and_nobody_may_frame_it(client):
 def test_every_answer_carries_the_headers_of_a_guarded_page(client, path):
     for headers in ({}, {"host": "evil.example"}):
         answer = client.ask("GET", path, **headers)
-        for name, value in web.HEADERS.items():
+        for name, value in routes.HEADERS.items():
             assert answer.headers[name].endswith(
                 "frame-ancestors 'none'" if "policy" in name and "sec" in name else value
             )
@@ -301,10 +300,10 @@ def test_a_crop_outside_of_the_map_is_refused_in_words(client, change, words):
 
 
 def test_at_most_so_many_tokens_in_a_crop():
-    assert span("rows", "3-7", 10, 4) == slice(3, 7)
-    with pytest.raises(Refused, match="rows: expected first-last within 0-10, at most 4 of them, received '3-8'"):
-        span("rows", "3-8", 10, 4)
-    assert number("head", "3", 4) == 3
+    assert parse_range("rows", "3-7", 10, 4) == slice(3, 7)
+    with pytest.raises(RequestError, match="rows: expected first-last within 0-10, at most 4 of them, received '3-8'"):
+        parse_range("rows", "3-8", 10, 4)
+    assert parse_index("head", "3", 4) == 3
 
 
 # What may not be asked for
@@ -352,14 +351,14 @@ def test_a_text_of_more_tokens_than_the_model_reads_fails_and_says_so(client):
     assert now["state"] == "failed"
     many = 3 * len(WORDS)
     assert (
-        now["said"]
+        now["message"]
         == f"text: expected at most 31 tokens, as many as small reads, received {many}; remedy: a shorter text"
     )
 
 
 def test_a_server_may_read_less_than_its_models():
     with served({"tiny": tiny()}, tokens=10) as client:
-        said = client.until(client.look("the cat ran", generate=8))["said"]
+        said = client.until(client.look("the cat ran", generate=8))["message"]
         assert said == (
             "text: expected at most 10 tokens, as many as this server reads, received 3 and 8 to generate; "
             "remedy: a shorter text"
@@ -510,12 +509,13 @@ def test_a_queue_that_is_full_says_when_to_come_back(gated):
     waiting = [client.look("the cat") for _ in range(3)]
     answer = client.ask("POST", "/api/look", {"text": "the cat", "model": "tiny"})
     assert (answer.status, answer.headers["retry-after"]) == (503, "5")
-    assert (
-        answer.json["error"]
-        == "queue: expected fewer than 3 texts that wait, received 3; remedy: try again in a few seconds"
-    )
+    assert answer.json["error"] == "the queue is full: 3 texts are waiting; try again in a few seconds"
     assert client.state(running_)["state"] == "running"
-    assert [client.state(job)["said"] for job in waiting] == ["waiting", "waiting, 1 before it", "waiting, 2 before it"]
+    assert [client.state(job)["message"] for job in waiting] == [
+        "waiting",
+        "waiting, 1 before it",
+        "waiting, 2 before it",
+    ]
     gate.open.set()
     assert [client.until(job)["state"] for job in (running_, *waiting)] == ["done"] * 4
 
@@ -524,13 +524,17 @@ def test_a_job_is_stopped_while_it_waits_and_while_it_runs(gated):
     client, gate = gated
     first, second, third = (client.look("the cat ran away") for _ in range(3))
     assert gate.arrived.acquire(timeout=10)
-    assert client.ask("DELETE", f"/api/jobs/{second}").json == {"state": "stopped", "progress": 1.0, "said": "stopped"}
+    assert client.ask("DELETE", f"/api/jobs/{second}").json == {
+        "state": "stopped",
+        "progress": 1.0,
+        "message": "stopped",
+    }
     now = client.ask("DELETE", f"/api/jobs/{first}").json
     assert now["state"] == "running"  # until it tells how far it is
     assert 0 < now["progress"] < 0.5
-    assert now["said"] == "reading"
+    assert now["message"] == "reading"
     gate.open.set()
-    assert client.until(first) == {"state": "stopped", "progress": 1.0, "said": "stopped"}
+    assert client.until(first) == {"state": "stopped", "progress": 1.0, "message": "stopped"}
     assert client.until(third)["state"] == "done"  # what comes after is none the worse
     assert client.page(third)["meta"]["runs"][0]["texts"][0]["tokens"] == ["the", "cat", "ran", "away"]
     assert client.ask("DELETE", f"/api/jobs/{third}").json["state"] == "done"
@@ -554,9 +558,7 @@ def test_jobs_that_nobody_made_are_unknown(client):
     for method, what in (("GET", ""), ("DELETE", ""), ("GET", "/page"), ("GET", "/crop")):
         answer = client.ask(method, f"/api/jobs/AAAAAAAAAAAAAAAAAAAAAA{what}")
         assert answer.status == 404
-        assert answer.json["error"].startswith(
-            "job: expected one that is known, received another, or one that was forgotten"
-        )
+        assert answer.json["error"] == "unknown or expired job; look again"
     assert len({client.look("the cat") for _ in range(3)}) == 3
 
 
@@ -578,7 +580,7 @@ def test_few_results_are_kept_those_asked_for_last(gated):
     client.until(third)
     assert [client.ask("GET", f"/api/jobs/{job}/page").status for job in (first, second, third)] == [200, 410, 200]
     words = client.ask("GET", f"/api/jobs/{second}/crop").json["error"]
-    assert words == "job: expected a result that is still kept, received one that was forgotten; remedy: look again"
+    assert words == "the result of this job is no longer kept; look again"
 
 
 def test_results_are_kept_up_to_so_many_bytes():
@@ -597,28 +599,26 @@ def test_results_are_kept_up_to_so_many_bytes():
 
 
 def test_what_a_result_holds_is_counted_and_what_no_crop_needs_is_let_go_of():
-    from regard.serve.results import looked
-
     model, told = tiny(), []
-    result = looked(model, None, Ask(LONG, "tiny"), Limits(), lambda share, said: told.append((share, said)))
+    result = run_look(model, None, LookRequest(LONG, "tiny"), Limits(), lambda share, said: told.append((share, said)))
     assert result.scene is not None
     layers, heads, n, width = 2, 3, 220, 4
     q_and_k = 2 * layers * heads * n * width * 4
     measured = 25 * layers * heads * n * 4  # some twenty numbers for each query
     assert q_and_k < result.size - len(result.page) < q_and_k + measured
-    assert _held(result.scene.record) == result.size - len(result.page)
+    assert tensor_bytes(result.scene.record) == result.size - len(result.page)
     assert not any(layer.keeps_values or layer.projection for layer in result.scene.record)
     assert told == sorted(told, key=lambda one: one[0])
     assert {said for _, said in told} == {"reading", "drawing"}
 
 
 @pytest.fixture
-def jobs() -> Iterator[Callable[..., Jobs]]:
+def jobs() -> Iterator[Callable[..., JobQueue]]:
     """Makes a queue, without a server before it."""
-    made: list[Jobs] = []
+    made: list[JobQueue] = []
 
-    def make(model: Any, **limits: Any) -> Jobs:
-        made.append(Jobs(Shelf({"tiny": model}), Limits(**limits)))
+    def make(model: Any, **limits: Any) -> JobQueue:
+        made.append(JobQueue(ModelRegistry({"tiny": model}), Limits(**limits)))
         return made[-1]
 
     yield make
@@ -630,7 +630,7 @@ def jobs() -> Iterator[Callable[..., Jobs]]:
 def over(job: Job) -> Job:
     """A job that is over. (Nobody asks for it meanwhile, in the sense of the queue.)"""
     begun = time.monotonic()
-    while not job.over:
+    while not job.finished:
         assert time.monotonic() - begun < 30
         time.sleep(0.01)
     return job
@@ -638,12 +638,14 @@ def over(job: Job) -> Job:
 
 def test_jobs_are_forgotten_after_a_while(jobs):
     queue = jobs(tiny(), forget=100.0)
-    pinned, late, soon = (over(queue.add(Ask("the cat", "tiny"), pinned=first)) for first in (True, False, False))
+    pinned, late, soon = (
+        over(queue.add(LookRequest("the cat", "tiny"), pinned=first)) for first in (True, False, False)
+    )
     for job, seconds in ((pinned, 1000), (late, 101), (soon, 50)):
-        job.asked -= seconds
+        job.last_asked -= seconds
     assert queue.get(soon.id).result is not None
     assert queue.get(pinned.id).result is not None
-    with pytest.raises(Refused, match="job: expected one that is known") as refused:
+    with pytest.raises(RequestError, match="unknown or expired job; look again") as refused:
         queue.get(late.id)
     assert refused.value.status == 404
     assert late.result is None
@@ -653,25 +655,25 @@ def test_jobs_are_forgotten_after_a_while(jobs):
 def test_a_job_that_nobody_asks_for_is_not_computed_to_its_end(jobs):
     model = tiny()
     gate, queue = Gate(model), jobs(model, patience=60.0)
-    gone, pinned, followed = (queue.add(Ask("the cat", "tiny"), pinned=yes) for yes in (False, True, False))
+    gone, pinned, followed = (queue.add(LookRequest("the cat", "tiny"), pinned=yes) for yes in (False, True, False))
     assert gate.arrived.acquire(timeout=10)
-    gone.asked -= 61
-    pinned.asked -= 61
+    gone.last_asked -= 61
+    pinned.last_asked -= 61
     gate.open.set()
-    assert (over(gone).state, gone.said) == ("stopped", "stopped: nobody asked for it any more")
+    assert (over(gone).state, gone.message) == ("stopped", "stopped: nobody asked for it any more")
     assert (over(pinned).state, over(followed).state) == ("done", "done")
 
 
 def test_a_queue_that_is_closed_stops_what_runs_and_takes_nothing_more(jobs):
     model = tiny()
     gate, queue = Gate(model), jobs(model)
-    job = queue.add(Ask("the cat", "tiny"))
+    job = queue.add(LookRequest("the cat", "tiny"))
     assert gate.arrived.acquire(timeout=10)
     threading.Timer(0.1, gate.open.set).start()
     queue.close(20)
-    assert (job.state, job.said) == ("stopped", "stopped")
-    with pytest.raises(Refused, match="queue: expected fewer"):
-        queue.add(Ask("the cat", "tiny"))
+    assert (job.state, job.message) == ("stopped", "stopped")
+    with pytest.raises(RequestError, match="the queue is full"):
+        queue.add(LookRequest("the cat", "tiny"))
 
 
 def test_of_very_many_jobs_the_oldest_are_forgotten():
@@ -692,7 +694,7 @@ def test_our_own_mistake_is_told_and_logged_and_the_next_job_runs(caplog):
         client.until(live(client.ask("GET", "/").data)["live"]["job"])
         broken = model.get_submodule("blocks.1").register_forward_pre_hook(lambda *_: {}["nothing"])
         now = client.until(client.look("the cat"))
-        assert (now["state"], now["said"]) == ("failed", "the model failed: KeyError: 'nothing'")
+        assert (now["state"], now["message"]) == ("failed", "the model failed: KeyError: 'nothing'")
         assert "a look failed" in caplog.text
         broken.remove()
         assert client.until(client.look("the cat"))["state"] == "done"
@@ -711,12 +713,12 @@ def test_whatever_a_job_raises_it_fails_in_words_and_the_next_one_is_served(jobs
 
     queue = jobs(model)
     broken = model.get_submodule("blocks.1").register_forward_pre_hook(gives_up)
-    first, waiting = queue.add(Ask("the cat", "tiny")), queue.add(Ask("the cat ran", "tiny"))
+    first, waiting = queue.add(LookRequest("the cat", "tiny")), queue.add(LookRequest("the cat ran", "tiny"))
     for job in (first, waiting):
-        assert (over(job).state, job.said) == ("failed", f"the model failed: {raised.__name__}: the regex gave up")
+        assert (over(job).state, job.message) == ("failed", f"the model failed: {raised.__name__}: the regex gave up")
     assert "a look failed" in caplog.text
     broken.remove()
-    assert over(queue.add(Ask("the cat", "tiny"))).state == "done"
+    assert over(queue.add(LookRequest("the cat", "tiny"))).state == "done"
 
 
 def test_a_tokenizer_that_panics_fails_its_job_in_words_and_the_next_one_is_served(jobs):
@@ -725,42 +727,42 @@ def test_a_tokenizer_that_panics_fails_its_job_in_words_and_the_next_one_is_serv
     model.tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Split(
         tokenizers.Regex("(a+)+(?!a)$|(a|aa)+b"), "isolated"
     )
-    job = over(queue.add(Ask("a" * 60 + "c", "tiny")))
+    job = over(queue.add(LookRequest("a" * 60 + "c", "tiny")))
     assert job.state == "failed"
-    assert job.said.startswith(
+    assert job.message.startswith(
         "text: expected one that the tokenizer can cut, received one of 61 characters at which it"
     )
     model.tokenizer.pre_tokenizer = cut
-    assert over(queue.add(Ask("the cat", "tiny"))).state == "done"
+    assert over(queue.add(LookRequest("the cat", "tiny"))).state == "done"
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
 def test_what_ends_a_program_ends_the_server(monkeypatch, raised):
     """In the main thread, as Ctrl-C and `sys.exit` are; in a job's thread they end the job alone."""
     begun = threading.Event()
-    monkeypatch.setattr(door.uvicorn.Server, "startup", lambda *_, **__: ended())
+    monkeypatch.setattr(server.uvicorn.Server, "startup", lambda *_, **__: ended())
 
     async def ended() -> None:
         begun.set()
         raise raised
 
-    with door.bound("127.0.0.1", 0) as listening:
+    with server.listen("127.0.0.1", 0) as listening:
         app = regard.serve.application({"tiny": tiny()}, port=listening.getsockname()[1])
         if raised is SystemExit:
             with pytest.raises(SystemExit):
-                door.run(app, listening)
+                server.run(app, listening)
         else:
-            door.run(app, listening)  # (Ctrl-C is how it is meant to end)
+            server.run(app, listening)  # (Ctrl-C is how it is meant to end)
     assert begun.is_set()
 
 
 def test_a_mistake_in_a_route_is_answered_without_its_traceback_and_serving_goes_on(monkeypatch, caplog):
     with served({"tiny": tiny()}) as client:
         with monkeypatch.context() as patch:
-            patch.setattr(Jobs, "get", lambda self, name: {}["secret"])
+            patch.setattr(JobQueue, "get", lambda self, name: {}["secret"])
             answer = client.ask("GET", "/api/jobs/some")
         assert (answer.status, answer.json) == (500, {"error": "the server failed; its terminal says why"})
-        assert all(name in answer.headers for name in web.HEADERS)
+        assert all(name in answer.headers for name in routes.HEADERS)
         assert client.ask("GET", "/api/jobs/some").status == 404
     assert "KeyError: 'secret'" in caplog.text
 
@@ -779,18 +781,18 @@ def test_models_are_loaded_on_first_use_and_few_are_kept(monkeypatch):
     found = SimpleNamespace(config=SimpleNamespace(kind="decoder"))
     monkeypatch.setattr(models, "source", lambda name, check: found)
     monkeypatch.setattr(models, "load", load)
-    shelf, told = Shelf(["a/one", "b/two.gguf", "three"], keep=2), []
-    assert shelf.kinds == {"one": "decoder", "two.gguf": "decoder", "three": "decoder"}
+    registry, shares = ModelRegistry(["a/one", "b/two.gguf", "three"], keep=2), []
+    assert registry.kinds == {"one": "decoder", "two.gguf": "decoder", "three": "decoder"}
     assert not loaded
-    one = weakref.ref(shelf.take("one", told.append)[0])
-    assert told == [0.0, 0.25, 0.5, 0.75]
+    one = weakref.ref(registry.get("one", shares.append)[0])
+    assert shares == [0.0, 0.25, 0.5, 0.75]
     for name in ("two.gguf", "one", "two.gguf", "three"):
-        shelf.take(name, told.append)
+        registry.get(name, shares.append)
     assert loaded == ["a/one", "b/two.gguf", "three"]
-    assert list(shelf.loaded) == ["two.gguf", "three"]
+    assert list(registry.loaded) == ["two.gguf", "three"]
     gc.collect()
     assert one() is None
-    assert not shelf.ready("one")
+    assert not registry.is_loaded("one")
 
 
 def test_a_load_can_be_stopped(monkeypatch):
@@ -807,7 +809,7 @@ def test_a_load_can_be_stopped(monkeypatch):
     with served(["some/tiny"]) as client:
         first = live(client.ask("GET", "/").data)["live"]["job"]
         assert reached.wait(10)
-        assert client.ask("DELETE", f"/api/jobs/{first}").json["said"] == "loading tiny"
+        assert client.ask("DELETE", f"/api/jobs/{first}").json["message"] == "loading tiny"
         go_on.set()
         assert client.until(first)["state"] == "stopped"
         assert live(client.ask("GET", "/").data)["runs"] == []  # the page is there without it
@@ -858,11 +860,11 @@ def test_by_default_the_installed_models_are_offered(monkeypatch):
         regard.serve.application()
 
 
-# The door
+# The server
 
 
 def test_a_port_in_use_is_said_with_a_remedy():
-    with door.bound("127.0.0.1", 0) as listening:
+    with server.listen("127.0.0.1", 0) as listening:
         port = listening.getsockname()[1]
         words = (
             f"port: expected a free one, received {port}, which is in use; remedy: another, such as {port + 1}, or 0"
@@ -888,19 +890,19 @@ def test_a_port_in_use_is_said_with_a_remedy():
 )
 def test_what_cannot_be_bound_is_said_in_words(host, port, error, words):
     with pytest.raises(error, match=words):
-        door.bound(host, port)
+        server.listen(host, port)
 
 
 def test_the_address_is_one_that_a_browser_can_open():
-    assert door.address("0.0.0.0", 80) == "http://127.0.0.1:80/"
-    assert door.address("::1", 80) == "http://[::1]:80/"
-    with door.bound("127.0.0.1", 0) as here, door.bound("0.0.0.0", 0) as everywhere:
-        assert (door.is_loopback(here), door.is_loopback(everywhere)) == (True, False)
+    assert server.url("0.0.0.0", 80) == "http://127.0.0.1:80/"
+    assert server.url("::1", 80) == "http://[::1]:80/"
+    with server.listen("127.0.0.1", 0) as here, server.listen("0.0.0.0", 0) as everywhere:
+        assert (server.is_loopback(here), server.is_loopback(everywhere)) == (True, False)
 
 
 def large(port: int) -> Starlette:
     async def answer(request: Any) -> Any:
-        return web.Pieces(bytes(2**25)) if request.url.path == "/large" else PlainTextResponse("small")
+        return routes.ChunkedResponse(bytes(2**25)) if request.url.path == "/large" else PlainTextResponse("small")
 
     return Starlette(routes=[Route("/large", answer), Route("/", answer)])
 
@@ -920,9 +922,9 @@ def ended(line: socket.socket, seconds: float) -> bool:
 
 
 def test_who_does_not_ask_or_does_not_listen_is_hung_up_on(monkeypatch):
-    monkeypatch.setattr(door, "HEAD", 0.3)
-    monkeypatch.setattr(door, "KEEP", 0.1)
-    monkeypatch.setattr(door, "ANSWER", 0.6)
+    monkeypatch.setattr(server, "HEADER_TIMEOUT", 0.3)
+    monkeypatch.setattr(server, "KEEP_ALIVE", 0.1)
+    monkeypatch.setattr(server, "RESPONSE_TIMEOUT", 0.6)
     with running(large) as port:
         with ExitStack() as stack:
             silent, slow, deaf = (stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(3))
@@ -934,14 +936,14 @@ def test_who_does_not_ask_or_does_not_listen_is_hung_up_on(monkeypatch):
             time.sleep(max(0, 1.0 - (time.monotonic() - begun)))
             deaf.settimeout(5)
             assert ended(deaf, 5)
-        monkeypatch.setattr(door, "ANSWER", 60)
+        monkeypatch.setattr(server, "RESPONSE_TIMEOUT", 60)
         with Client(port) as client:
             assert len(client.ask("GET", "/large").data) == 2**25  # who listens gets it all
 
 
 def test_there_are_only_so_many_connections(monkeypatch):
-    monkeypatch.setattr(door, "CONNECTIONS", 2)
-    monkeypatch.setattr(door, "MORE", 2)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(server, "MAX_REFUSED", 2)
     with running(large) as port, ExitStack() as stack:
         lines = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(5)]
         assert ended(lines[-1], 5)
@@ -956,7 +958,7 @@ def test_there_are_only_so_many_connections(monkeypatch):
         assert status == 200
 
 
-@pytest.mark.parametrize("missing, room", [("starlette", "web"), ("uvicorn", "door")])
+@pytest.mark.parametrize("missing, room", [("starlette", "routes"), ("uvicorn", "server")])
 def test_what_is_not_installed_is_said_with_the_extra_that_brings_it(monkeypatch, missing, room):
     monkeypatch.setitem(sys.modules, missing, None)
     for name in [name for name in sys.modules if name.startswith(f"{missing}.")] + [f"regard.serve.{room}"]:
@@ -983,7 +985,7 @@ def test_a_real_model_is_served():
         seen = read(models.load("minilm"), None, "The cat that I saw yesterday ran away. " * 3)
         exact = seen[5].weights(11, slice(1, 9), slice(0, 27), batch=0)
         torch.testing.assert_close(values(crop, base64.b64decode(crop["data"]))[0], exact, atol=1e-5, rtol=1e-3)
-        words = client.until(client.look("the cat ran away " * 200, "minilm"))["said"]
+        words = client.until(client.look("the cat ran away " * 200, "minilm"))["message"]
         assert words == (
             "text: expected at most 512 tokens, as many as minilm reads, received 802; remedy: a shorter text"
         )

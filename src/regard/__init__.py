@@ -16,7 +16,7 @@ from regard.layouts import swap
 if TYPE_CHECKING:
     from regard import parallel
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"  # pyproject.toml reads it here
 
 __all__ = [
     "AttentionBlock",

@@ -1,4 +1,4 @@
-"""`python -m regard`, and the `regard` command: the terminal's way in, or what to install for it."""
+"""`python -m regard` and the `regard` command; without typer and rich, what to install."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Attention as functions: `attend`, `attention_weights`, `measure`, `explain`. Checks what the caller gave, picks
-a kernel, and never lets the choice change the answer.
+"""Attention as functions: `attend`, `attention_weights`, `measure`, `explain`. Each checks what the caller gave
+(`prepare`) and hands the `Call` to `kernels/run.py`, whose choice of a kernel never changes the answer.
 
 Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v.
 """
@@ -7,105 +7,105 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 from __future__ import annotations
 
 import functools
+import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from regard import kernels
+from regard.checks import FARTHEST, check_positions
 from regard.errors import bad_type, bad_value, refuse_trace, shape_of, unknown_argument
-from regard.kernels import Call, blockwise, native, reference
+from regard.kernels import Call, reference
 from regard.kernels.call import accumulation_dtype
 from regard.kernels.dropout import Dropout, new_seed
-from regard.kernels.tracing import traced
-from regard.masks import FARTHEST, And, Mask, Padding, as_mask, conjuncts
+from regard.kernels.precision import casts_to, fixed_precision
+from regard.kernels.run import run, run_measured, weights
+from regard.masks import Mask, Padding, as_mask
 from regard.measures import Measure, MeasureLike, Measurements, MeasureRun, Plane, as_measures
-from regard.positions import Alibi, Bias, DenseBias, RelativeBias, as_biases
-from regard.positions.bias import Buckets
+from regard.positions import Alibi, Bias, RelativeBias, as_biases
+from regard.tracing import traced
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack  # (in `typing` from Python 3.11 on)
 
 __all__ = [
     "BiasLike",
-    "Gathered",
-    "Spread",
+    "Options",
+    "ScoreOptions",
     "attend",
     "attention_weights",
     "explain",
     "measure",
     "measure_call",
     "plane_of",
+    "prepare",
 ]
 
 BiasLike: TypeAlias = Tensor | Bias | Alibi | RelativeBias | Sequence["BiasLike"]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_Shape: TypeAlias = tuple[int, int, int, int]  # (B, H, N, M)
 
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class Gathered(Protocol):
-    """Puts together what processes found of their heads: (B, h, ...) to (B, H, ...)."""
+class ScoreOptions(TypedDict, total=False):
+    """What decides the weights: the keyword arguments of `attention_weights` and `measure`."""
 
-    @property
-    def heads(self) -> int:
-        """H"""
-        ...
-
-    @property
-    def own(self) -> slice:
-        """Which of all heads are here."""
-        ...
-
-    def __call__(self, x: Tensor) -> Tensor: ...
+    mask: Mask | Tensor | None
+    bias: BiasLike | None
+    positions: Tensor | int | None
+    key_positions: Tensor | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
 
 
-class Spread(Protocol):
-    """Attention of which other processes have the other heads or tokens; `regard.parallel` makes them."""
+class Options(ScoreOptions, total=False):
+    """The keyword arguments of `attend`: all of these are optional."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """As the function, for the heads and tokens that are here."""
-        ...
-
-    def weights(self, q: Tensor, k: Tensor, **options: Any) -> Tensor:
-        """As `attention_weights`, for the heads and queries that are here, against all keys."""
-        ...
-
-    def seen(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Call, Gathered]:
-        """For those who look: all tokens of some heads as one call, and how to put together what is found of them."""
-        ...
-
-    def everything(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Call:
-        """For those who keep what they see: all tokens of all heads as one call."""
-        ...
-
-    def outputs(self, out: Tensor) -> Tensor:
-        """The outputs (B, H, N, E) of all heads and tokens, from those that are here."""
-        ...
-
-    def whole_of(self, x: Tensor, dim: int) -> Tensor:
-        """What each process has for its own queries, put together."""
-        ...
+    dropout: float
+    generator: torch.Generator | None
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | Tensor | None = None,
-    bias: BiasLike | None = None,
-    positions: Tensor | int | None = None,
-    key_positions: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
-    generator: torch.Generator | None = None,
-    kernel: str = "auto",
-    spread: Spread | None = None,
-    **unknown: NoReturn,
-) -> Tensor:
+_DEFAULTS = {"dropout": 0.0}  # of the others None
+_SCORE_OPTIONS, _OPTIONS = frozenset(ScoreOptions.__annotations__), frozenset(Options.__annotations__)
+
+
+def _takes(options: type[Mapping[str, Any]]) -> Callable[[_Function], _Function]:
+    """Let `inspect.signature` and `help` show the options one by one, in the place of `**options`."""
+
+    def with_signature(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        first = next((i for i, p in enumerate(parameters) if p.kind is p.KEYWORD_ONLY), len(parameters))
+        parameters[first:first] = [
+            inspect.Parameter(
+                name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=_DEFAULTS.get(name),
+                annotation=getattr(hint, "__forward_arg__", hint),
+            )
+            for name, hint in options.__annotations__.items()
+        ]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
+
+    return with_signature
+
+
+def _check_names(function: Callable[..., Any], given: Mapping[str, Any], known: frozenset[str]) -> None:
+    for name in given:
+        if name not in known:
+            raise unknown_argument("function", function, {name: given[name]})
+
+
+@_takes(Options)
+def attend(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: Unpack[Options]) -> Tensor:
     """Scaled dot-product attention of every head: softmax(q k^T * scale) v.
 
     Args:
@@ -125,8 +125,6 @@ def attend(
         dropout: probability that a weight is dropped. A function does not know about training: pass 0 in evaluation.
         generator: where dropout's seed comes from; torch's default one else.
         kernel: "auto", or one of `regard.kernels.available()`; one that cannot serve raises and says why.
-        spread: where heads or tokens are spread over processes, how; a layer that was sharded by `regard.parallel`
-            gives it.
 
     Returns:
         (B, H, N, E). A query that may see nothing gets 0.
@@ -136,66 +134,14 @@ def attend(
     >>> attend(q, k, v, mask=regard.masks.Causal()).shape
     torch.Size([2, 3, 5, 7])
     """
-    if unknown:
-        raise unknown_argument("function", attend, unknown)
+    _check_names(attend, options, _OPTIONS)
     if has_torch_function((q, k, v)):
-        more: dict[str, Any] = {} if spread is None else {"spread": spread}
-        return handle_torch_function(
-            attend,
-            (q, k, v),
-            q,
-            k,
-            v,
-            mask=mask,
-            bias=bias,
-            positions=positions,
-            key_positions=key_positions,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            dropout=dropout,
-            generator=generator,
-            kernel=kernel,
-            **more,
-        )
-    if spread is not None:
-        given = {"mask": mask, "bias": bias, "scale": scale, "softcap": softcap, "sinks": sinks, "dropout": dropout}
-        return spread.attend(q, k, v, kernel=kernel, positions=positions, key_positions=key_positions, **given)
-    call = prepare(
-        q,
-        k,
-        v,
-        mask=mask,
-        bias=bias,
-        positions=positions,
-        key_positions=key_positions,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        dropout=dropout,
-        generator=generator,
-    )
-    chosen = kernels.choose(kernel, call)
-    if q.device.type == "meta" or not torch.is_autocast_enabled(q.device.type):
-        return chosen.output(call)
-    with torch.autocast(q.device.type, enabled=False):  # the dtypes are chosen: nothing within shall change them
-        return chosen.output(call)
+        return handle_torch_function(attend, (q, k, v), q, k, v, kernel=kernel, **options)
+    return run(prepare(q, k, v, **options), kernel)
 
 
-def attention_weights(
-    q: Tensor,
-    k: Tensor,
-    *,
-    mask: Mask | Tensor | None = None,
-    bias: BiasLike | None = None,
-    positions: Tensor | int | None = None,
-    key_positions: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    stage: str = "weights",
-    **unknown: NoReturn,
-) -> Tensor:
+@_takes(ScoreOptions)
+def attention_weights(q: Tensor, k: Tensor, *, stage: str = "weights", **options: Unpack[ScoreOptions]) -> Tensor:
     """The weights themselves, (B, H, N, M): the only place that builds them. Before dropout; rows sum to 1 (below 1
     with sinks, 0 where a query may see nothing).
 
@@ -205,45 +151,24 @@ def attention_weights(
     >>> attention_weights(q, k)[0, 0, 0]  # [1, e] / (1 + e)
     tensor([0.2689, 0.7311])
     """
-    if unknown:
-        raise unknown_argument("function", attention_weights, unknown)
+    _check_names(attention_weights, options, _SCORE_OPTIONS)
     if stage not in reference.STAGES:
         raise bad_value("stage", expected=f"one of {reference.STAGES}", received=repr(stage))
-    call = prepare(
-        q,
-        k,
-        k,
-        mask=mask,
-        bias=bias,
-        positions=positions,
-        key_positions=key_positions,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-    )
-    device = q.device.type if q.device.type != "meta" else "cpu"
-    with torch.autocast(device, enabled=False):
-        result = reference.weights(call)[0] if stage == "weights" else reference.scores(call, stage)
-    return result.to(call.q.dtype)
+    call = prepare(q, k, k, **options)
+    return weights(call, stage).to(call.q.dtype)
 
 
+@_takes(ScoreOptions)
 def measure(
     q: Tensor,
     k: Tensor,
     v: Tensor | None = None,
     *,
-    mask: Mask | Tensor | None = None,
-    bias: BiasLike | None = None,
-    positions: Tensor | int | None = None,
-    key_positions: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     measures: MeasureLike | Iterable[MeasureLike] | None = None,
     ids: Tensor | None = None,
     out_weight: Tensor | None = None,
     kernel: str = "auto",
-    **unknown: NoReturn,
+    **options: Unpack[ScoreOptions],
 ) -> Measurements:
     """What every head attends to, exactly, in O(N) memory: the N x M weights are never built.
 
@@ -266,20 +191,8 @@ def measure(
     >>> found.received[0, 1], found.output.shape
     (tensor([1., 1., 1.]), torch.Size([1, 2, 3, 5]))
     """
-    if unknown:
-        raise unknown_argument("function", measure, unknown)
-    call = prepare(
-        q,
-        k,
-        k if v is None else v,
-        mask=mask,
-        bias=bias,
-        positions=positions,
-        key_positions=key_positions,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    _check_names(measure, options, _SCORE_OPTIONS)
+    call = prepare(q, k, k if v is None else v, **options)
     if ids is not None:
         ids = _positions("ids", ids, q.shape[0], k.shape[2], q.device)
     plane = replace(plane_of(call), values=None if v is None else call.v, out_weight=out_weight, key_ids=ids)
@@ -289,7 +202,7 @@ def measure(
 def plane_of(call: Call) -> Plane:
     """What is measured of a call: its sizes and where its tokens stand. More that is known goes in by `replace`."""
     tile = call.whole()
-    kept = [part.keep for part in conjuncts(call.mask) if isinstance(part, Padding) and part.keep is not None]
+    kept = [part.keep for part in call.parts if isinstance(part, Padding) and part.keep is not None]
     first = functools.reduce(torch.logical_and, kept).to(torch.uint8).argmax(1) if kept else None
     first = first if first is not None and first.any() else None  # (with lengths it is 0)
     return Plane(*call.shape, tile.q_positions, tile.k_positions, call.dtype, first=first)
@@ -298,24 +211,19 @@ def plane_of(call: Call) -> Plane:
 def measure_call(
     call: Call, measures: list[Measure], *, plane: Plane | None = None, output: bool = False, kernel: str = "auto"
 ) -> Measurements:
-    """The same for a prepared call, and for what is known of it in `plane`."""
-    if kernel == "auto":
-        chosen = next(one for one in (native, blockwise, reference) if one.why_not(call) is None and one.worth(call))
-    else:
-        chosen = kernels.choose(kernel, call)
+    """`measure` of a prepared call, with what else is known of it in `plane`."""
     wants_gradient = output and torch.is_grad_enabled() and any(x.requires_grad for x in call.learned())
-    device = call.q.device.type if call.q.device.type != "meta" else "cpu"
-    with torch.autocast(device, enabled=False):
-        with torch.no_grad():
-            survey = MeasureRun(measures, plane_of(call) if plane is None else plane)
-            out, lse = chosen.forward_measured(call, survey, output=output and not wants_gradient)
-            found = replace(survey.result(), output=out, lse=lse)
-        if wants_gradient:
-            found.output = kernels.choose(kernel, call).output(call)
-    return found
+    with torch.no_grad(), fixed_precision(call.q):
+        measuring = MeasureRun(measures, plane_of(call) if plane is None else plane)
+        out, lse = run_measured(call, measuring, output=output and not wants_gradient, kernel=kernel)
+        results = replace(measuring.result(), output=out, lse=lse)
+    if wants_gradient:
+        results.output = run(call, kernel)
+    return results
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: Any) -> str:
+@_takes(Options)
+def explain(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: Unpack[Options]) -> str:
     """Which kernel `attend` would use for these arguments, and why not the others.
 
     >>> q = torch.randn(1, 2, 300, 5, dtype=torch.float64)
@@ -328,47 +236,56 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options:
     return kernels.explain(kernel, prepare(q, k, v, **options))
 
 
-def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Mask | Tensor | None = None,
-    bias: BiasLike | None = None,
-    positions: Tensor | int | None = None,
-    key_positions: Tensor | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
-    generator: torch.Generator | None = None,
-    **unknown: NoReturn,
-) -> Call:
-    """Check what the caller gave and lower it to a `Call`."""
-    if unknown:
-        raise unknown_argument("function", attend, unknown)
+@_takes(Options)
+def prepare(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Call:
+    """Check what the caller gave and lower it to a `Call`. Autocast has its say here, on q, k and v."""
+    _check_names(attend, options, _OPTIONS)
     refuse_trace("attention")
-    for what, x in (("q", q), ("k", k), ("v", v)):
+    for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
-            raise bad_type(what, expected="a tensor", received=type(x).__name__, remedy="torch.as_tensor(...)")
-    device = q.device
-    if device.type != "meta" and torch.is_autocast_enabled(device.type) and q.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(device.type)
+            raise bad_type(name, expected="a tensor", received=type(x).__name__, remedy="torch.as_tensor(...)")
+    dtype = casts_to(q.device, q.dtype)
+    if dtype is not q.dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     _check_tensors(q, k, v)
-    batch, heads, n, _ = q.shape
-    m = k.shape[2]
-    if mask is not None:
-        mask = as_mask(mask, (batch, n, m))
-        mask.check(batch, heads, n, m)
-        for tensor in mask.tensors():
-            _check_device("mask", tensor, device)
-    biases = as_biases(bias) if bias is not None else ()
-    for one in biases:
-        one.check(batch, heads, n, m)
-        if type(one) in (DenseBias, Buckets):
-            _check_device("bias", one.weight, device)
-    q_start = m - n
+    device, shape = q.device, (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    mask = _mask(options.get("mask"), shape, device)
+    biases = _biases(options.get("bias"), shape, device)
+    q_start, positions, key_positions = _places(options.get("positions"), options.get("key_positions"), shape, device)
+    scale, softcap = _scale_and_softcap(options.get("scale"), options.get("softcap"), q)
+    sinks = _sinks(options.get("sinks"), shape, device)
+    dropout = _dropout(options.get("dropout"), options.get("generator"), shape, device)
+    call = Call(q, k, v, scale, q_start, softcap, mask, biases, positions, key_positions, sinks, dropout)
+    return call if mask is None or torch.compiler.is_compiling() else call.simplified()
+
+
+def _mask(mask: Mask | Tensor | None, shape: _Shape, device: torch.device) -> Mask | None:
+    if mask is None:
+        return None
+    batch, _, n, m = shape
+    mask = as_mask(mask, (batch, n, m))
+    mask.check(*shape)
+    for tensor in mask.tensors():
+        _check_device("mask", tensor, device)
+    return mask
+
+
+def _biases(bias: BiasLike | None, shape: _Shape, device: torch.device) -> tuple[Bias, ...]:
+    if bias is None:
+        return ()
+    biases = as_biases(bias)
+    for added in biases:
+        added.check(*shape)
+        if added.on_device:
+            _check_device("bias", added.weight, device)
+    return biases
+
+
+def _places(
+    positions: Tensor | int | None, key_positions: Tensor | None, shape: _Shape, device: torch.device
+) -> tuple[int, Tensor | None, Tensor | None]:
+    """The first query's position, and the positions of queries and keys: None where they are contiguous."""
+    batch, _, n, m = shape
     if key_positions is not None:
         key_positions = _positions("key_positions", key_positions, batch, m, device)
         _check_reach("key_positions", key_positions)
@@ -380,45 +297,58 @@ def prepare(
                     received=f"key_positions alone, with {n} queries and {m} keys",
                 )
             positions = key_positions[:, m - n :]
+    if positions is None:
+        return m - n, None, key_positions
     if isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
-        q_start, positions = positions, None
-        _check_reach("positions", q_start)
-    elif positions is not None:
-        positions = _positions("positions", positions, batch, n, device)
         _check_reach("positions", positions)
-    if mask is not None and positions is None and key_positions is None and not torch.compiler.is_compiling():
-        parts = [part for part in conjuncts(mask) if not part.sees_all(q_start, n, m)]
-        mask = functools.reduce(And, parts) if parts else None  # what hides nothing need not be asked again
-    for what, number in (("scale", scale), ("softcap", softcap), ("dropout", dropout)):
-        if number is not None and type(number) is not float:
-            _check_number(what, number)
+        return positions, None, key_positions
+    positions = _positions("positions", positions, batch, n, device)
+    _check_reach("positions", positions)
+    return m - n, positions, key_positions
+
+
+def _scale_and_softcap(scale: float | None, softcap: float | None, q: Tensor) -> tuple[float, float | None]:
+    _check_number("scale", scale)
+    _check_number("softcap", softcap)
     factor = (q.shape[3] ** -0.5 if q.shape[3] else 1.0) if scale is None else float(scale)
     limits = torch.finfo(accumulation_dtype(q.dtype))
     if not abs(factor) <= limits.max / 2:
         raise bad_value("scale", expected=f"a number of at most {limits.max / 2:.3g}", received=scale)
-    if softcap is not None:
-        if not 0 < softcap < math.inf:
-            raise bad_value("softcap", expected="a positive number, or None for no cap", received=softcap)
-        # Beyond these scores / softcap would be subnormal, or overflow. A larger cap leaves scores as they are, a
-        # smaller one makes all of them equal, as this one does.
-        reach = 2.0**100 if limits.bits == 32 else 2.0**900
-        softcap = None if softcap > reach else max(float(softcap), 1 / reach)
-    if sinks is not None:
-        if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
-            received = f"dtype {sinks.dtype}" if isinstance(sinks, Tensor) else type(sinks).__name__
-            raise bad_type("sinks", expected="a floating-point tensor (H,)", received=received)
-        _check_device("sinks", sinks, device)
-        if sinks.shape != (heads,):
-            raise bad_value("sinks", expected=f"shape (H,) = ({heads},)", received=f"shape {shape_of(sinks)}")
-        sinks = sinks[None]
-    dropped = None
-    if dropout:
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise bad_type("generator", expected="a torch.Generator", received=type(generator).__name__)
-        if not 0.0 <= dropout <= 1.0:
-            raise bad_value("dropout", expected="a probability from 0 to 1", received=dropout)
-        dropped = Dropout.of(float(dropout), new_seed(generator, device), batch, heads, n, m)
-    return Call(q, k, v, factor, q_start, softcap, mask, biases, positions, key_positions, sinks, dropped)
+    if softcap is None:
+        return factor, None
+    if not 0 < softcap < math.inf:
+        raise bad_value("softcap", expected="a positive number, or None for no cap", received=softcap)
+    # Beyond these scores / softcap would be subnormal, or overflow. A larger cap leaves scores as they are, a
+    # smaller one makes all of them equal, as this one does.
+    reach = 2.0**100 if limits.bits == 32 else 2.0**900
+    return factor, None if softcap > reach else max(float(softcap), 1 / reach)
+
+
+def _sinks(sinks: Tensor | None, shape: _Shape, device: torch.device) -> Tensor | None:
+    """(1, H)"""
+    if sinks is None:
+        return None
+    heads = shape[1]
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+        received = f"dtype {sinks.dtype}" if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise bad_type("sinks", expected="a floating-point tensor (H,)", received=received)
+    _check_device("sinks", sinks, device)
+    if sinks.shape != (heads,):
+        raise bad_value("sinks", expected=f"shape (H,) = ({heads},)", received=f"shape {shape_of(sinks)}")
+    return sinks[None]
+
+
+def _dropout(
+    probability: float | None, generator: torch.Generator | None, shape: _Shape, device: torch.device
+) -> Dropout | None:
+    _check_number("dropout", probability)
+    if not probability:
+        return None
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise bad_type("generator", expected="a torch.Generator", received=type(generator).__name__)
+    if not 0.0 <= probability <= 1.0:
+        raise bad_value("dropout", expected="a probability from 0 to 1", received=probability)
+    return Dropout.of(float(probability), new_seed(generator, device), *shape)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -470,6 +400,8 @@ def _check_device(what: str, tensor: Tensor, device: torch.device) -> None:
 
 
 def _check_number(what: str, value: object) -> None:
+    if value is None or type(value) is float:
+        return
     known = (int, float, torch.SymInt, torch.SymFloat, Tensor)
     if isinstance(value, bool) or not isinstance(value, known):
         raise bad_type(what, expected="a number", received=f"{type(value).__name__} {value!r}")
@@ -477,19 +409,10 @@ def _check_number(what: str, value: object) -> None:
 
 def _positions(what: str, positions: object, batch: int, length: int, device: torch.device) -> Tensor:
     """(1|B, length) integers, int64: differences of narrow or unsigned ones would wrap around."""
-    if not isinstance(positions, Tensor):
-        raise bad_type(what, expected="an integer tensor", received=type(positions).__name__)
-    if positions.is_floating_point() or positions.is_complex() or positions.dtype is torch.bool:
-        raise bad_type(what, expected="an integer tensor", received=f"dtype {positions.dtype}")
+    positions = check_positions(what, positions, batch, length)
     _check_device(what, positions, device)
     positions = positions.to(torch.int64)
-    if positions.dim() == 1:
-        positions = positions[None]
-    if positions.dim() != 2 or positions.shape[0] not in (1, batch) or positions.shape[1] != length:
-        raise bad_value(
-            what, expected=f"shape ({length},) or ({batch}, {length})", received=f"shape {shape_of(positions)}"
-        )
-    return positions
+    return positions[None] if positions.dim() == 1 else positions
 
 
 def _check_reach(what: str, positions: Tensor | int) -> None:

@@ -16,9 +16,9 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, NoReturn, overload
 
 import torch
@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from regard.attention import BiasLike, attend, attention_weights
 from regard.cache import KVCache, RollingCache, Slots
 from regard.errors import bad_type, bad_value, no_torchscript, refuse_trace, shape_of, unknown_argument
-from regard.kernels.tracing import traced
 from regard.masks import Mask, as_mask
 from regard.onednn import project, project_each
-from regard.positions import Alibi, RelativeBias, Rotary, Saturated, as_biases
+from regard.positions import Alibi, RelativeBias, Rotary, as_biases
 from regard.presets import Configuration, configuration
 from regard.summary import Step, table
+from regard.tracing import traced
 
 __all__ = ["AttentionBlock", "MultiHeadAttention"]
 
@@ -94,37 +94,16 @@ class MultiHeadAttention(nn.Module):
         if unknown:
             raise unknown_argument("MultiHeadAttention", MultiHeadAttention.__init__, unknown)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check_sizes(
-            dropout,
-            embed_dim=embed_dim,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            value_head_dim=value_head_dim,
-            query_dim=query_dim,
-            key_dim=key_dim,
-            value_dim=value_dim,
-        )
+        sizes = (embed_dim, num_heads, num_kv_heads, head_dim, value_head_dim, query_dim, key_dim, value_dim)
+        _check_sizes(dict(zip(_SIZES, sizes, strict=True)))
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.value_head_dim = self.head_dim if value_head_dim is None else value_head_dim
         self.query_dim = embed_dim if query_dim is None else query_dim
         self.key_dim = embed_dim if key_dim is None else key_dim
         self.value_dim = self.key_dim if value_dim is None else value_dim
-        self.dropout, self.scale, self.softcap, self.kernel = dropout, scale, softcap, kernel
-        if isinstance(position_encoding, Rotary) and position_encoding.head_dim != self.head_dim:
-            raise bad_value(
-                "position_encoding",
-                expected=f"Rotary of head width {self.head_dim}",
-                received=f"{position_encoding.head_dim}",
-            )
-        if position_encoding is not None and not isinstance(position_encoding, nn.Module):
-            raise bad_type(
-                "position_encoding",
-                expected="Rotary, Alibi, RelativeBias or None",
-                received=type(position_encoding).__name__,
-                remedy=f"regard.positions.Rotary({self.head_dim})",
-            )
+        _check_settings(dropout, position_encoding, init, self.head_dim)
+        self.dropout, self.scale, self.softcap, self.kernel, self.init = dropout, scale, softcap, kernel, init
 
         self.q_proj = nn.Linear(self.query_dim, num_heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(self.key_dim, num_kv_heads * self.head_dim, bias=bias)
@@ -134,10 +113,6 @@ class MultiHeadAttention(nn.Module):
         self.q_norm, self.k_norm = _norm(qk_norm, self.head_dim), _norm(qk_norm, self.head_dim)
         self.position_encoding = position_encoding
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
-        if init not in ("xavier", "normal"):
-            raise bad_value("init", expected='"xavier" or "normal"', received=repr(init))
-        self.init = init
-        self.spread: Any = None  # where heads or tokens are spread over processes: how (see `regard.parallel`)
         self.reset_parameters()
 
     @classmethod
@@ -234,71 +209,56 @@ class MultiHeadAttention(nn.Module):
         Returns:
             (B, N, W); with `need_weights` the same and the weights.
         """
-        refuse_trace("attention")
-        with nullcontext() if self.spread is None else self.spread.refusing():
-            if unknown:
-                raise unknown_argument("layer", MultiHeadAttention.forward, unknown)
-            _check_types(query, key, value, cache)
+        self._check_types(query, key, value, cache, unknown)
         if query.dim() == 2:
-            value = None if value is None or value is key else self.like(value[None], value)
-            key = None if key is None or key is query else self.like(key[None], key)
-            same: dict[str, Any] = {"mask": mask, "bias": bias, "positions": positions, "cache": cache}
-            one = self.like(query[None], query)
-            if need_weights:
-                out, weights = self.forward(one, key, value, **same, need_weights=True)
-                return self.like(out[0], query), weights[0]
-            return self.like(self.forward(one, key, value, **same)[0], query)
+            options = {"mask": mask, "bias": bias, "positions": positions, "cache": cache}
+            return self._unbatched(query, key, value, need_weights=need_weights, **options)
         key = query if key is None else key
         value = key if value is None else value
-        dropout = self.dropout if self.training else 0.0
-        spread: Any = None
-        if self.spread is None:
-            self._check_call(query, key, value, cache)
-        else:
-            check = partial(self._check_call, query, key, value, cache)
-            spread = self.spread(query, key, value, check, mask, bias, positions, cache, dropout)
-        with nullcontext() if cache is None else cache.attending():
-            if cache is not None and not traced(query, key, value):
-                cache.set_source(self, key, value, own=key is query)
-            if spread is not None:
-                entered: list[Tensor] = spread.entered(query, key, value)
-                query, key, value = entered
-            if cache is not None and cache.complete:
-                q = self._split(project(self.q_proj, query), self.q_norm, self.head_dim)  # (B, H, N, D)
-                k, v, slots = cache.recall(positions)
-            else:
-                if key is query and value is query:
-                    q, k, v = project_each((self.q_proj, self.k_proj, self.v_proj), query)
-                else:
-                    q, k, v = project(self.q_proj, query), project(self.k_proj, key), project(self.v_proj, value)
-                q = self._split(q, self.q_norm, self.head_dim)  # (B, H, N, D)
-                k = self._split(k, self.k_norm, self.head_dim)  # (B, G, M, D)
-                v = self._split(v, None, self.value_head_dim)  # (B, G, M, E)
-                if spread is None or not spread.parts:
-                    k, v, slots = self._place_keys(k, v, positions, cache, own=key is query)
-                else:
-                    k, slots = self._turn(k, *spread.of_keys(k.device)), Slots()
-            if spread is None or not spread.parts:
-                q, k = self._place_queries(q, k, slots)
-            else:  # some of the tokens: where they stand, the whole decides
-                q = self._turn(q, *spread.of_queries(q.device))
+        self._check_call(query, key, value, cache)
+        with nullcontext() if cache is None else self._filling(cache, query, key, value):
+            q, k, v = self._project(query, key, value, cache)
+            q, k, v, slots = self._place(q, k, v, positions, cache, own=key is query)
             options = self._options(slots, mask, bias)
-            out = attend(q, k, v, dropout=dropout, kernel=self.kernel, spread=spread, **options)
-            weights = None
-            if need_weights:
-                weights = attention_weights(q, k, **options) if spread is None else spread.weights(q, k, **options)
-            # heads side by side, (B, N, H * E) -> (B, N, W)
-            out = project(self.out_proj, out.transpose(1, 2).flatten(2))
-            out = out if spread is None else spread.marked(out)
+            out = attend(q, k, v, dropout=self.dropout if self.training else 0.0, kernel=self.kernel, **options)
+            weights = attention_weights(q, k, **options) if need_weights else None
+            out = self._merge(out)
         return out if weights is None else (out, weights)
 
-    def __prepare_scriptable__(self) -> NoReturn:
-        """Asked by `torch.jit.script`."""
-        no_torchscript(self)
+    def _unbatched(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, *, need_weights: bool, **options: Any
+    ) -> Any:
+        """The same for inputs (N, W) without a batch."""
+        value = None if value is None or value is key else value[None]
+        key = None if key is None or key is query else key[None]
+        if need_weights:
+            out, weights = self.forward(query[None], key, value, need_weights=True, **options)
+            return out[0], weights[0]
+        return self.forward(query[None], key, value, **options)[0]
 
-    def like(self, x: Tensor, query: Tensor) -> Tensor:
-        """x, made token by token of the layer's query: where tokens are spread over processes, it is the same part."""
-        return x if self.spread is None else self.spread.like(x, query)
+    @contextmanager
+    def _filling(self, cache: KVCache | RollingCache, query: Tensor, key: Tensor, value: Tensor) -> Iterator[None]:
+        """Around one call with a cache, which remembers its layer. If the call fails, the cache is as before."""
+        with cache.attending():
+            if not traced(query, key, value):
+                cache.set_source(self, key, value, own=key is query)
+            yield
+
+    def _project(
+        self, query: Tensor, key: Tensor, value: Tensor, cache: KVCache | RollingCache | None
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """q (B, H, N, D), k (B, G, M, D), v (B, G, M, E); no k and v where the cache has them for good."""
+        if cache is not None and cache.complete:
+            return self._split(project(self.q_proj, query), self.q_norm, self.head_dim), None, None
+        if key is query and value is query:
+            q, k, v = project_each((self.q_proj, self.k_proj, self.v_proj), query)
+        else:
+            q, k, v = project(self.q_proj, query), project(self.k_proj, key), project(self.v_proj, value)
+        return (
+            self._split(q, self.q_norm, self.head_dim),
+            self._split(k, self.k_norm, self.head_dim),
+            self._split(v, None, self.value_head_dim),
+        )
 
     def _split(self, x: Tensor, norm: nn.Module | None, width: int) -> Tensor:
         """(B, N, heads * width) -> (B, heads, N, width). The heads are counted from x: it may hold a shard of them."""
@@ -307,58 +267,78 @@ class MultiHeadAttention(nn.Module):
             x = norm(x.to(next(norm.parameters()).dtype)).to(x.dtype)  # autocast leaves the weights wider than x
         return x.transpose(1, 2)
 
-    def _turn(self, x: Tensor, positions: Tensor | int, length: int | None) -> Tensor:
-        """x (B, heads, N, D) turned to its positions in a text of some length, where they are rotary."""
-        rotary = self.position_encoding
-        return rotary(x, positions, length=length) if isinstance(rotary, Rotary) else x
-
-    def _place_keys(
-        self, k: Tensor, v: Tensor, positions: Tensor | None, cache: KVCache | RollingCache | None, *, own: bool
-    ) -> tuple[Tensor, Tensor, Slots]:
-        """All keys (turned) and values, cached ones first; and where they and the queries stand.
+    def _place(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        positions: Tensor | None,
+        cache: KVCache | RollingCache | None,
+        *,
+        own: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Slots]:
+        """Queries and keys rotated to their positions; keys and values with the cached ones first.
 
         In self attention (`own`) the given positions are the new keys' as well as the queries'.
         """
-        if cache is None:
-            slots = Slots(positions=positions, key_positions=positions if own else None)
-            stand = (0, k.shape[2]) if slots.key_positions is None else (slots.key_positions, None)
-            return self._turn(k, *stand), v, slots
-        k, v, slots = cache.extend(k, v, self._turn, positions if own else None)
-        return k, v, slots if own else replace(slots, positions=positions)
+        if k is None or v is None:
+            assert cache is not None
+            k, v, slots = cache.recall(positions)
+        elif cache is not None:
+            k, v, slots = cache.extend(k, v, self._rotate, positions if own else None)
+            slots = slots if own else replace(slots, positions=positions)
+        elif own and positions is not None:
+            k, slots = self._rotate(k, positions, None), Slots(positions=positions, key_positions=positions)
+        else:
+            k, slots = self._rotate(k, 0, k.shape[2]), Slots(positions=positions)
+        if isinstance(self.position_encoding, Rotary):
+            q, k = slots.rotate_queries(q, k, self._rotate)
+        return q, k, v, slots
 
-    def _place_queries(self, q: Tensor, k: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-        """Queries, turned; and the keys that they meet."""
-        n, m = q.shape[2], k.shape[2]
-        stand = (m - n, m) if slots.positions is None else (slots.positions, None)
-        turned = self._turn(q, *stand)
-        if not slots.sinks or not isinstance(self.position_encoding, Rotary):
-            return turned, k
-        # Queries meet the first keys as if they stood nearer. One product serves both: a query carries both turns side
-        # by side, and each key is zero beside the one that is not for it.
-        nearer = self._turn(q, torch.arange(m - n, m, device=q.device).clamp(max=slots.last), None)
-        width, first = q.shape[3], slots.sinks
-        both = k.new_zeros(*k.shape[:3], 2 * width)
-        both[:, :, first:, :width] = k[:, :, first:]
-        both[:, :, :first, width:] = k[:, :, :first]
-        return torch.cat([turned, nearer], dim=-1), both
+    def _rotate(self, x: Tensor, positions: Tensor | int, length: int | None) -> Tensor:
+        """x (B, heads, N, D) rotated to its positions in a text of some length; x itself without rotary positions."""
+        rotary = self.position_encoding
+        return rotary(x, positions, length=length) if isinstance(rotary, Rotary) else x
 
     def _options(self, slots: Slots, mask: Mask | Tensor | None, bias: BiasLike | None) -> dict[str, Any]:
-        """What `attend` is told beside q, k and v."""
-        own = () if isinstance(self.position_encoding, Rotary) else as_biases(self.position_encoding)
-        if slots.sinks:
-            own = tuple(Saturated(one, slots.sinks, slots.last) for one in own)
-        biases = (*own, *as_biases(bias))
+        """The arguments of `attend` and `attention_weights` beside q, k and v."""
+        of_positions = () if isinstance(self.position_encoding, Rotary) else as_biases(self.position_encoding)
         if slots.mask is not None:
             mask = slots.mask if mask is None else slots.mask & as_mask(mask)
         return {
             "mask": mask,
-            "bias": biases or None,
+            "bias": (*slots.limit(of_positions), *as_biases(bias)) or None,
             "positions": slots.positions,
             "key_positions": slots.key_positions,
             "scale": self.head_dim**-0.5 if self.scale is None else self.scale,
             "softcap": self.softcap,
             "sinks": self.sinks,
         }
+
+    def _merge(self, out: Tensor) -> Tensor:
+        """The heads side by side, (B, H, N, E) -> (B, N, H * E), and projected to (B, N, W)."""
+        return project(self.out_proj, out.transpose(1, 2).flatten(2))
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Asked by `torch.jit.script`."""
+        no_torchscript(self)
+
+    def _check_types(
+        self, query: object, key: object, value: object, cache: object, unknown: dict[str, NoReturn]
+    ) -> None:
+        refuse_trace("attention")
+        if unknown:
+            raise unknown_argument("layer", MultiHeadAttention.forward, unknown)
+        for what, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor) and (x is not None or what == "query"):
+                raise bad_type(what, expected="a tensor", received=type(x).__name__, remedy="torch.as_tensor(...)")
+        if cache is not None and not isinstance(cache, (KVCache, RollingCache)):
+            raise bad_type(
+                "cache",
+                expected="a KVCache or a RollingCache",
+                received=type(cache).__name__,
+                remedy="cache=regard.KVCache(), one for each layer",
+            )
 
     def _check_call(self, query: Tensor, key: Tensor, value: Tensor, cache: KVCache | RollingCache | None) -> None:
         self._check_inputs(query, key, value)
@@ -515,27 +495,14 @@ class AttentionBlock(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As the layer's: (B, N, W) to (B, N, W), with the weights beside it where `need_weights`."""
         pre = self.order == "pre"
-        result = self.layer(self.layer.like(self.norm(query), query) if pre else query, key, value, **options)
+        result = self.layer(self.norm(query) if pre else query, key, value, **options)
         out, weights = result if isinstance(result, tuple) else (result, None)
         out = query + self.dropout(out)
-        out = self.layer.like(out if pre else self.norm(out), query)
+        out = out if pre else self.norm(out)
         return out if weights is None else (out, weights)
 
     def extra_repr(self) -> str:
         return f"norm={self.order!r}"
-
-
-def _check_types(query: object, key: object, value: object, cache: object) -> None:
-    for what, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor) and (x is not None or what == "query"):
-            raise bad_type(what, expected="a tensor", received=type(x).__name__, remedy="torch.as_tensor(...)")
-    if cache is not None and not isinstance(cache, (KVCache, RollingCache)):
-        raise bad_type(
-            "cache",
-            expected="a KVCache or a RollingCache",
-            received=type(cache).__name__,
-            remedy="cache=regard.KVCache(), one for each layer",
-        )
 
 
 def _norm(kind: str | None, width: int) -> nn.Module | None:
@@ -546,7 +513,10 @@ def _norm(kind: str | None, width: int) -> nn.Module | None:
     return nn.RMSNorm(width, eps=1e-6) if kind == "rms" else nn.LayerNorm(width)
 
 
-def _check_sizes(dropout: float, **sizes: int | None) -> None:
+_SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_head_dim", "query_dim", "key_dim", "value_dim")
+
+
+def _check_sizes(sizes: dict[str, int | None]) -> None:
     for name, size in sizes.items():
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise bad_value(name, expected="an integer of at least 1", received=repr(size))
@@ -560,7 +530,23 @@ def _check_sizes(dropout: float, **sizes: int | None) -> None:
         )
     if num_heads % num_kv_heads:
         raise bad_value("num_kv_heads", expected=f"a divisor of num_heads = {num_heads}", received=num_kv_heads)
+
+
+def _check_settings(dropout: object, position_encoding: object, init: object, head_dim: int) -> None:
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)):
         raise bad_type("dropout", expected="a number", received=f"{type(dropout).__name__} {dropout!r}")
     if not 0.0 <= dropout <= 1.0:
         raise bad_value("dropout", expected="a probability from 0 to 1", received=dropout)
+    if isinstance(position_encoding, Rotary) and position_encoding.head_dim != head_dim:
+        raise bad_value(
+            "position_encoding", expected=f"Rotary of head width {head_dim}", received=f"{position_encoding.head_dim}"
+        )
+    if position_encoding is not None and not isinstance(position_encoding, nn.Module):
+        raise bad_type(
+            "position_encoding",
+            expected="Rotary, Alibi, RelativeBias or None",
+            received=type(position_encoding).__name__,
+            remedy=f"regard.positions.Rotary({head_dim})",
+        )
+    if init not in ("xavier", "normal"):
+        raise bad_value("init", expected='"xavier" or "normal"', received=repr(init))

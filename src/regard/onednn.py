@@ -1,7 +1,8 @@
-"""A projection, as fast as the machine has it: `project(linear, x)` is `linear(x)`, to rounding.
+"""Projections by oneDNN: `project(linear, x)` is `linear(x)`, to rounding.
 
-On CPU, torch gives float32 products to MKL, one operation at a time. Where nobody can tell the difference (no gradient,
-no hook, no compiler, no mode, a plain `nn.Linear`), oneDNN does the same product here, together with what follows it::
+On CPU, torch gives float32 products to MKL, one operation at a time. Where nothing can tell the difference (no
+gradient, hook, compiler or mode; a plain `nn.Linear`), oneDNN computes the same product here, fused with what
+follows it::
 
     project(linear, x)                      linear(x)
     project(linear, x, activation="gelu")   gelu(linear(x))
@@ -9,9 +10,9 @@ no hook, no compiler, no mode, a plain `nn.Linear`), oneDNN does the same produc
     project(linear, x, times=y)             linear(x) * y
     project_each((a, b), x)                 a(x), b(x)
 
-Everywhere else it is just these formulas in torch. The weights stay where they are: nothing is copied, so nothing can
-be out of date. Work that uses the same weights many times, a few rows at a time (generation), may say
-`with packed(...)` around it: oneDNN then has a copy of them in its own order, for as long as they do not change.
+Everywhere else it is just these formulas in torch. The weights are used where they are: nothing is copied. Work that
+uses the same weights many times, a few rows at a time (generation), may use `with packed(...)`, which holds copies of
+them in oneDNN's own order for as long as it lives.
 """
 
 from __future__ import annotations
@@ -21,17 +22,15 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules import module as torch_module
 
 from regard.errors import bad_value
-from regard.kernels.tracing import in_torch_func, traced
+from regard.tracing import in_torch_func, traced
 
 __all__ = ["ACTIVATIONS", "packed", "project", "project_each"]
 
@@ -110,8 +109,8 @@ def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...
     >>> [out.shape[-1] for out in project_each((a, b), x)]
     [5, 7]
     """
-    copy = _joint_copy(linears, x) if _USED[0] else None
-    if copy is None:
+    copy = None if torch.compiler.is_compiling() else _active_copy(linears)
+    if copy is None or not _is_plain_group(linears, x, copy):
         return tuple(project(linear, x) for linear in linears)
     biases = [linear._parameters["bias"] for linear in linears]
     out = torch.ops.mkldnn._linear_pointwise.default(
@@ -125,19 +124,13 @@ def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...
     return torch.ops.aten._unsafe_view.default(out, (*x.shape[:-1], out.shape[-1])).split_with_sizes(copy.rows, -1)
 
 
-def _joint_copy(linears: tuple[nn.Module, ...], x: Tensor) -> _Copy | None:
-    """The copy of their weights one above the other, where oneDNN may use it and nobody can tell."""
-    copy = _COPIES.get(linears[0])  # type: ignore[arg-type]
-    if copy is None or not copy.users or len(copy.seals) != len(linears):
-        return None
-    if type(x) not in _PLAIN or _world_looks_on():
-        return None
-    without = linears[0]._parameters.get("bias") is None
-    for linear, seal in zip(linears, copy.seals, strict=True):
-        weight = _weight_if_plain(linear, x, None)
-        if weight is None or not seal.is_of(weight) or (linear._parameters["bias"] is None) is not without:
-            return None
-    return copy if x.numel() else None
+def _is_plain_group(linears: tuple[nn.Module, ...], x: Tensor, copy: _Copy) -> bool:
+    """Whether oneDNN may multiply x by the weights of all of them at once, from their copy."""
+    if type(x) not in _PLAIN or _is_observed() or not x.numel():
+        return False
+    weights = [_weight_if_plain(linear, x, None) for linear in linears]
+    without_bias = {linear._parameters.get("bias") is None for linear in linears}
+    return len(without_bias) == 1 and copy.is_of(weights)
 
 
 def _named(activation: str) -> Callable[[Tensor], Tensor]:
@@ -148,17 +141,19 @@ def _named(activation: str) -> Callable[[Tensor], Tensor]:
 
 
 def _weight_for_onednn(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:
-    """The weight to multiply by where oneDNN may do it, nobody can tell, and it is worth it; else None. (Asked before
-    every product, so the order is by price.)"""
-    if type(linear) is not nn.Linear or type(x) not in _PLAIN or torch.compiler.is_compiling():
+    """The weight to multiply by where oneDNN may do it and it is worthwhile; else None. Runs before every product: the
+    cheapest checks come first."""
+    if type(linear) is not nn.Linear or type(x) not in _PLAIN:
         return None
-    if not _USED[0] and x.numel() * linear.out_features < _WORTHWHILE:  # the most, and soon told
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
         return None
-    weight = None if _world_looks_on() else _weight_if_plain(linear, x, other)
+    copy = _active_copy((linear,))
+    if copy is None and x.numel() * linear.out_features < _WORTHWHILE:  # most products are small
+        return None
+    weight = None if _is_observed() else _weight_if_plain(linear, x, other)
     if weight is None:
         return None
-    copy = _COPIES.get(linear) if _USED[0] else None  # type: ignore[arg-type]
-    if copy is not None and copy.users and len(copy.seals) == 1 and copy.seals[0].is_of(weight):
+    if copy is not None and copy.is_of([weight]):
         return copy.packed if x.numel() else None
     small = weight.numel() < _LARGE and x.numel() < _FEW_ROWS * weight.shape[1]
     worthwhile = x.numel() * weight.shape[0] >= _WORTHWHILE and not small
@@ -166,7 +161,7 @@ def _weight_for_onednn(linear: nn.Module, x: Tensor, other: Tensor | None) -> Te
 
 
 def _weight_if_plain(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:
-    """The weight where oneDNN may multiply by it and nobody looks on at this module or these tensors, else None."""
+    """The weight if module and tensors are plain (no hooks, subclasses, gradients): oneDNN may multiply by it."""
     if (
         type(linear) is not nn.Linear
         or linear._forward_hooks
@@ -201,7 +196,7 @@ _PLAIN = frozenset({Tensor, nn.Parameter})
 
 
 def _plain(x: Tensor, dtype: torch.dtype, grad: bool) -> bool:
-    """Whether x is a tensor like most: dense, on the CPU, and (where gradients are computed) without any."""
+    """Whether x is a dense tensor on the CPU that needs no gradient now."""
     return (
         type(x) in _PLAIN
         and x.dtype is dtype
@@ -221,9 +216,9 @@ def _dtypes() -> frozenset[torch.dtype]:
     return frozenset({torch.float32, *narrow})
 
 
-def _world_looks_on() -> bool:
-    """Whether a compiler, a tracer, a mode, a global hook, autocast, torch.func or a forward gradient would miss the
-    call of a module; or someone has put something else in the place of `nn.Linear`, or switched oneDNN off."""
+def _is_observed() -> bool:
+    """Whether a compiler, tracer, mode, global hook, autocast, torch.func or forward gradient must see the call of the
+    module; or `nn.Linear` is patched, or oneDNN switched off."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._is_tracing()
@@ -247,123 +242,83 @@ _FORWARD, _CALL, _F_LINEAR = nn.Linear.forward, nn.Linear.__call__, F.linear
 # Copies of weights in oneDNN's own order
 
 
-class _Seal:
-    """How to know whether a weight is still the one that was copied."""
-
-    def __init__(self, weight: Tensor) -> None:
-        # (An address may be given out again; what a weak reference is to is not.)
-        self.storage = StorageWeakRef(weight.untyped_storage())
-        self.version, self.form, self.sums = weight._version, _form(weight), _sums(weight)
-
-    def is_of(self, weight: Tensor) -> bool:
-        """Whether this is that weight, unless someone wrote to it behind torch's back. Asked at each product."""
-        return (
-            not weight.is_inference()  # which has no version
-            and self.version == weight._version
-            and self.storage.cdata == weight.untyped_storage()._cdata
-            and self.form == _form(weight)
-        )
-
-    def is_still(self, weight: Tensor) -> bool:
-        """Whether the numbers themselves are the same: `weight.data` can be changed and no version tells."""
-        return self.is_of(weight) and all(map(torch.equal, self.sums, _sums(weight)))
-
-
 class _Copy:
     """One weight in oneDNN's order, or several one above the other."""
 
-    def __init__(self, weights: list[Tensor]) -> None:
-        self.users, self.size = 0, sum(weight.nbytes for weight in weights)
-        self.seals, self.rows = [_Seal(weight) for weight in weights], [weight.shape[0] for weight in weights]
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self.weights, self.states = weights, [_state(weight) for weight in weights]
+        self.rows = [weight.shape[0] for weight in weights]
         joined = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
         self.packed = torch.ops.mkldnn._reorder_linear_weight(joined, _FEW)
 
-    def is_still(self, weights: list[Tensor]) -> bool:
-        """Whether it is a copy of these, number by number."""
-        return len(weights) == len(self.seals) and all(s.is_still(w) for s, w in zip(self.seals, weights, strict=True))
+    def is_of(self, weights: Sequence[Tensor | None]) -> bool:
+        """Whether these are the weights that were copied, unchanged as far as torch counts."""
+        return all(
+            weight is not None and weight is copied and not weight.is_inference() and _state(weight) == state
+            for weight, copied, state in zip(weights, self.weights, self.states, strict=True)
+        )
 
 
-_COPIES: WeakKeyDictionary[nn.Linear, _Copy] = WeakKeyDictionary()
 _FEW = 16  # rows for which the order is chosen
 _LARGEST = 1 << 24  # numbers of a float32 matrix: with a larger one, such as a head, one row is as fast without a copy
+_Copies = dict[tuple[nn.Module, ...], _Copy]
 
 
-def _form(weight: Tensor) -> tuple[object, ...]:
-    return weight.data_ptr(), weight.shape, weight.stride(), weight.dtype
+class _Active(threading.local):
+    """The copies in use in this thread, the innermost `packed` last."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Copies] = []
 
 
-def _sums(weight: Tensor) -> tuple[Tensor, ...]:
-    """Sums of the bits, by row, by column and along diagonals: about the time of a few products with one row."""
-    width, size = weight.shape[1], weight.element_size()
-    bits = weight.detach().view({2: torch.int16, 4: torch.int32}[size]).view(-1)
-    if width * size % 8 == 0 and weight.storage_offset() * size % 8 == 0:
-        bits = bits.view(torch.int64)
-        width = width * size // 8
-    rows = bits.view(-1, width)
-    steps = len(bits) // (width + 1) * (width + 1)  # rows that are one longer: what is below stands one to the left
-    return rows.sum(0), rows.sum(1), bits[:steps].view(-1, width + 1).sum(0), bits[steps:].clone()
+_ACTIVE = _Active()
+
+
+def _active_copy(linears: tuple[nn.Module, ...]) -> _Copy | None:
+    return _ACTIVE.stack[-1].get(linears) if _ACTIVE.stack else None
+
+
+def _state(weight: Tensor) -> tuple[object, ...]:
+    """Changes whenever torch counts a change of a weight, or it is given other memory."""
+    return weight._version, weight.data_ptr(), weight.dtype
 
 
 class packed:
-    """Within it, `project` through one of these modules uses a copy of its weight that suits oneDNN; and so does
-    `project_each` through a tuple of them that is given here as a tuple.
+    """Within it, `project` through one of these modules uses a copy of its weight in oneDNN's own order, and so does
+    `project_each` through a tuple of modules that is given here as a tuple.
 
-    The copies are made once and kept as long as the modules live. When it is made, each weight is compared with what
-    was copied (by sums over rows, columns and diagonals), and copied anew if it is another; within, a change is noticed
-    that torch counts: any but through `.data`, by a fused optimiser, or by others who share the memory. Where all the
-    copies together would take more than an eighth of the machine's memory, no more are made. It can be entered again
-    and again, which compares nothing.
+    The copies are made at once and live as long as this object; making them costs about as much as a few products with
+    one row. It may be entered again and again, in any thread; the copies are used by the thread that entered. After a
+    change of a weight its copy is not used any more. A change through `.data`, by a fused optimiser or by another
+    process that shares the memory is not noticed: make another `packed` after it. Where the copies would take more than
+    an eighth of the machine's memory, there are none.
     """
 
     def __init__(self, linears: Iterable[nn.Module | tuple[nn.Module, ...]]) -> None:
-        chosen: dict[nn.Module, list[Tensor]] = {}
-        for one in dict.fromkeys(linears):
-            group = one if isinstance(one, tuple) else (one,)
+        groups = [entry if isinstance(entry, tuple) else (entry,) for entry in dict.fromkeys(linears)]
+        chosen: dict[tuple[nn.Module, ...], Sequence[Tensor]] = {}
+        for group in groups:
             weights = [linear._parameters.get("weight") for linear in group if type(linear) is nn.Linear]
-            if weights and len(weights) == len(group) and _can_copy(weights):
-                chosen[group[0]] = weights  # type: ignore[assignment]
-            elif _COPIES and type(group[0]) is nn.Linear:
-                _COPIES.pop(group[0], None)
-        self._copies: list[_Copy] = []
-        with _LOCK, torch.no_grad():
-            size = sum(weight.nbytes for weights in chosen.values() for weight in weights)
-            size += sum(copy.size for linear, copy in _COPIES.items() if linear not in chosen)
-            if size > _memory() // 8:
-                return
-            for linear, weights in chosen.items():
-                assert isinstance(linear, nn.Linear)
-                copy = _COPIES.get(linear)
-                if copy is None or not copy.is_still(weights):
-                    copy = None
-                    _COPIES.pop(linear, None)
-                    copy = _COPIES[linear] = _Copy(weights)
-                self._copies.append(copy)
+            plain = [weight for weight in weights if weight is not None and _can_copy(weight, weights[0])]
+            if plain and len(plain) == len(group):
+                chosen[group] = plain
+        fits = sum(weight.nbytes for weights in chosen.values() for weight in weights) <= _memory() // 8
+        with torch.no_grad():
+            self._copies = {group: _Copy(weights) for group, weights in chosen.items()} if fits else {}
 
     def __enter__(self) -> None:
-        with _LOCK:
-            _USED[0] += len(self._copies)
-            for copy in self._copies:
-                copy.users += 1
+        _ACTIVE.stack.append(self._copies)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with _LOCK:
-            _USED[0] -= len(self._copies)
-            for copy in self._copies:
-                copy.users -= 1
+        _ACTIVE.stack.pop()
 
 
-_LOCK = threading.RLock()
-_USED = [0]  # copies in use, counted as often as they are
-
-
-def _can_copy(weights: Sequence[Tensor | None]) -> bool:
-    """Whether there is one copy for them all: plain matrices that read the same x."""
-    first = weights[0]
-    return all(
-        weight is not None
-        and first is not None
+def _can_copy(weight: Tensor, first: Tensor | None) -> bool:
+    """Whether a weight is a plain matrix that may be packed, together with the first of its group."""
+    return (
+        first is not None
         and type(weight) in _PLAIN
         and weight.dtype in _dtypes()
         and _plain(weight, first.dtype, grad=False)
@@ -374,7 +329,6 @@ def _can_copy(weights: Sequence[Tensor | None]) -> bool:
         and not weight.is_neg()
         and not weight.is_inference()  # such a tensor has no version
         and not traced(weight)
-        for weight in weights
     )
 
 

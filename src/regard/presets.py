@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from regard.errors import bad_value
 from regard.positions import Llama3, RelativeBias, Rotary
-from regard.positions.rotary import Scaling
+from regard.positions.scalings import Scaling
 
 __all__ = ["CONFIGURATIONS", "Configuration", "configuration"]
 

@@ -48,11 +48,11 @@ def k() -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[[], tuple[tuple[Any, ...], dict[str, Any]]], str]] = {
-    "key without a batch": (lambda: ((q(), k()[0], k()), {}), "query, key, value: expected three of 3 axes"),
-    "value without a batch": (lambda: ((q(), k(), k()[0]), {}), "query, key, value: expected three of 3 axes"),
-    "query without a batch": (lambda: ((q()[0], k(), k()), {}), "query, key, value: expected three of 3 axes"),
-    "four axes": (lambda: ((q()[None], k()[None], k()[None]), {}), "query, key, value: expected three of 3 axes"),
-    "one axis": (lambda: ((q()[0, 0], q()[0, 0], q()[0, 0]), {}), "query, key, value: expected three of 3 axes"),
+    "key without a batch": (lambda: ((q(), k()[0], k()), {}), "query, key, value: expected all three with 3 axes"),
+    "value without a batch": (lambda: ((q(), k(), k()[0]), {}), "query, key, value: expected all three with 3 axes"),
+    "query without a batch": (lambda: ((q()[0], k(), k()), {}), "query, key, value: expected all three with 3 axes"),
+    "four axes": (lambda: ((q()[None], k()[None], k()[None]), {}), "query, key, value: expected all three with 3 axes"),
+    "one axis": (lambda: ((q()[0, 0], q()[0, 0], q()[0, 0]), {}), "query, key, value: expected all three with 3 axes"),
     "no tensor": (lambda: (([[1.0]], k(), k()), {}), "query: expected a tensor, received list"),
     "width of the query": (lambda: ((q()[..., 1:], k(), k()), {}), "query: expected .*6"),
     "values of another length": (lambda: ((q(), k(), k()[:, 1:]), {}), "expected the same .*length"),

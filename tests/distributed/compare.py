@@ -122,19 +122,19 @@ def in_parts(
     method: str,
     *,
     balance: bool = False,
-    said: bool | None = None,
     change: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> Found:
-    """With the sequence over ranks: given whole, cut by `shard`, put together by `gather`. `said`: to `shard_sequence`
-    and `gather`, where a module's own steps do not tell; `change`: what this rank is told."""
+    """With the sequence over ranks: given whole, cut by `shard`, put together by `gather`. `change`: the options of
+    this rank's call."""
     module, inputs = case.new(), case.inputs()
-    parallel.shard_sequence(module, mesh, method, balance=said)  # type: ignore[arg-type]
+    sequence = parallel.SequenceSharding(mesh, method, balance)  # type: ignore[arg-type]
+    parallel.shard_sequence(module, sequence)
     torch.manual_seed(SEED + mesh.get_local_rank())
     with case.around():
-        parts = [parallel.shard(x, mesh, balance, dim=case.axis) for x in inputs.values()]
+        parts = [sequence.shard(x, dim=case.axis) for x in inputs.values()]
         out = module(*parts, **change(case.options))
         out, weights = out if isinstance(out, tuple) else (out, None)
-        whole = parallel.gather(out, mesh, said, dim=case.axis)
+        whole = sequence.gather(out, dim=case.axis)
     if case.gradients:
         (whole * case.direction()).sum().backward()
     assert out.shape[case.axis] < case.tokens or case.tokens == 1

@@ -78,7 +78,7 @@ def logits(
         text = parallel.shard(text, mesh, balance)
         keep = parallel.shard(keep, mesh, balance) if parts and keep is not None else keep
     out = model(text, keep=keep)
-    out = out if mesh is None else parallel.gather(out, mesh)
+    out = out if mesh is None else parallel.gather(out, mesh, balance)
     weight = normal(*out.shape, seed=3) * (1.0 if keep is None else KEEP[..., None])
     (out * weight).sum().backward()
     return found(out * (weight != 0), None, model, {})
@@ -95,7 +95,7 @@ def models(rank: int, size: int) -> dict[str, Any]:
             parallel.shard_heads(model, mesh if both is None else both["heads"])
         if way in ("sequence", "both"):
             over = mesh if both is None else both["sequence"]
-            parallel.shard_sequence(model, over, method)  # type: ignore[arg-type]
+            parallel.shard_sequence(model, over, method, balance=balance)  # type: ignore[arg-type]
         return within(1e-12, apart(logits(model, keep, over, balance, parts), right))
 
     ways = ("heads", "sequence") if both is None else ("both",)
@@ -117,8 +117,9 @@ def models(rank: int, size: int) -> dict[str, Any]:
 
 def of_one(mesh: DeviceMesh, balance: bool) -> dict[str, float]:
     """Ids (N,): a text that is in no batch."""
-    right, model = new("decoder"), parallel.shard_sequence(new("decoder"), mesh)
-    out = parallel.gather(model(parallel.shard(ids()[0], mesh, balance)), mesh, dim=0)
+    sequence = parallel.SequenceSharding(mesh, balance=balance)
+    right, model = new("decoder"), parallel.shard_sequence(new("decoder"), sequence)
+    out = sequence.gather(model(sequence.shard(ids()[0])), dim=0)
     return within(1e-12, apart({"output": out.detach()}, {"output": right(ids()[0]).detach()}))
 
 
@@ -126,10 +127,11 @@ def of_layer(both: DeviceMesh, method: str) -> dict[str, float]:
     """One layer, its heads over one dimension of a mesh and its tokens over the other."""
     case = made(Causal(), num_kv_heads=2, position_encoding=Rotary(6), sinks=True, dropout=0.2, case={"train": True})
     module, inputs = case.new(), case.inputs()
-    parallel.shard_sequence(parallel.shard_heads(module, both["heads"]), both["sequence"], method)  # type: ignore[arg-type]
+    sequence = parallel.SequenceSharding(both["sequence"], method, balance=True)  # type: ignore[arg-type]
+    parallel.shard_sequence(parallel.shard_heads(module, both["heads"]), sequence)
     torch.manual_seed(97 + torch.distributed.get_rank())
-    out = module(parallel.shard(inputs["x"], both["sequence"], True), **case.options)
-    whole = parallel.gather(out, both["sequence"])
+    out = module(sequence.shard(inputs["x"]), **case.options)
+    whole = sequence.gather(out)
     (whole * case.direction()).sum().backward()
     return within(1e-12, apart(found(whole, None, module, inputs), alone(case)))
 
@@ -199,13 +201,13 @@ def training(rank: int, size: int) -> dict[str, Any]:
 
     def sequence(method: str) -> dict[str, float]:
         mesh = init_device_mesh("cpu", (size,))
-        model = parallel.shard_sequence(new(name), mesh, method)  # type: ignore[arg-type]
+        model = parallel.shard_sequence(new(name), mesh, method, balance=True)  # type: ignore[arg-type]
         return differences(trained(model, 20, mesh, summed=over(None)), right)
 
     def both(method: str) -> dict[str, float]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("heads", "sequence"))
         model = parallel.shard_heads(new(name), mesh["heads"])
-        parallel.shard_sequence(model, mesh["sequence"], method)  # type: ignore[arg-type]
+        parallel.shard_sequence(model, mesh["sequence"], method, balance=True)  # type: ignore[arg-type]
         return differences(trained(model, 20, mesh["sequence"], summed=over(mesh.get_group("sequence"))), right)
 
     ways = {
@@ -225,7 +227,7 @@ def training(rank: int, size: int) -> dict[str, Any]:
 def ddp(name: str, right: list[float]) -> dict[str, float]:
     """Texts over one dimension of a mesh, tokens over the other: DDP, which averages over the first."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "sequence"))
-    model = parallel.shard_sequence(new(name), mesh["sequence"])
+    model = parallel.shard_sequence(new(name), mesh["sequence"], balance=True)
     model = DistributedDataParallel(model, process_group=mesh.get_group("data"))
     here = mesh.get_local_rank("data")
     summed = over(mesh.get_group("data"), mesh.get_group("sequence"))

@@ -183,9 +183,6 @@ def _of_sequences(rank: int, mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
     def part(balance: bool = False) -> Tensor:
         return parallel.shard(x, mesh, balance)
 
-    def twelve(balance: bool) -> Tensor:
-        return parallel.shard(x[:, :12], mesh, balance)  # (4 on each rank, balanced or not)
-
     def by_fsdp() -> None:
         fully_shard(module := new(), mesh=mesh)
         module(part())
@@ -201,18 +198,22 @@ def _of_sequences(rank: int, mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
         return parallel.shard_heads(Decoder(even), mesh)(torch.full((1, 3), token))
 
     even = ModelConfig(layers=1, embed_dim=24, num_heads=12, vocabulary=5, inner=30, context=7, causal=True)
-    # (the first that is balanced: from here on a part must tell)
     return {
-        "gather: balanced on one": lambda: parallel.gather(part(odd), mesh),
-        "gather: shape": lambda: parallel.gather(part()[:, :, : WIDTH - odd], mesh, False),
+        "gather: balanced on one": lambda: parallel.gather(part(odd), mesh, odd),
+        "gather: shape": lambda: parallel.gather(part()[:, :, : WIDTH - odd], mesh),
         "gather: not a tensor": lambda: parallel.gather(part().tolist() if odd else part(), mesh),
+        "gather: sharded otherwise": lambda: parallel.gather(part(False), mesh, True),
         "shard: no axis": lambda: parallel.shard(torch.tensor(1.0), mesh),
-        "layer: balanced on one": lambda: new()(part(odd)),
-        "layer: values otherwise than keys": lambda: new()(part(), twelve(True), twelve(False)),
-        "layer: said otherwise": lambda: new(balance=False)(part(True)),
+        "shard: balance": lambda: parallel.shard(x, mesh, "yes"),  # type: ignore[arg-type]
+        "sequence: method": lambda: parallel.SequenceSharding(mesh, "rings"),  # type: ignore[arg-type]
+        "sequence: method and balance beside it": lambda: parallel.shard_sequence(
+            layer(), parallel.SequenceSharding(mesh), balance=True
+        ),
+        "layer: balanced on one": lambda: new(balance=odd),
+        "layer: keys sharded otherwise": lambda: new(balance=True)(part(True), part(False)),
+        "layer: sharded otherwise": lambda: new(balance=True)(part(False)),
         "layer: not as balanced parts are": lambda: new(balance=True)(part()[:, : 3 + rank].clone()),
-        "layer: not said": lambda: parallel.shard_sequence(shaken(Own()), mesh)(part(True)),
-        "gather: not said": lambda: parallel.gather(part(True) + 1, mesh),
+        "own module: sharded otherwise": lambda: parallel.shard_sequence(shaken(Own()), mesh, balance=True)(part()),
         "layer: cache": lambda: new()(part(), mask=Causal(), cache=KVCache()),
         "layer: positions": lambda: new()(part(), positions=torch.arange(TOKENS - 1)),
         "layer: method": lambda: new(method="rings"),
@@ -225,10 +226,14 @@ def _of_sequences(rank: int, mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
         "model: heads, other ids": lambda: parallel.shard_heads(Decoder(even), mesh)(
             torch.full((1, 3), 2 if odd else 1)
         ),
-        "model: keep balanced otherwise": lambda: ids(
-            Decoder(config), keep=parallel.shard(torch.ones(2, 7) > 0, mesh, balance=True)
+        "model: ids sharded otherwise": lambda: parallel.shard_sequence(Decoder(config), mesh, balance=True)(
+            parallel.shard(torch.ones(2, 5, dtype=torch.int64), mesh)
         ),
-        "layer: positions balanced otherwise": lambda: new()(
+        "model: keep sharded otherwise": lambda: parallel.shard_sequence(Decoder(config), mesh, balance=True)(
+            parallel.shard(torch.ones(2, 5, dtype=torch.int64), mesh, balance=True),
+            keep=parallel.shard(torch.ones(2, 5) > 0, mesh),
+        ),
+        "layer: positions sharded otherwise": lambda: new()(
             part(), positions=parallel.shard(torch.arange(TOKENS), mesh, balance=True)
         ),
         "model: cache": lambda: ids(model := Decoder(config), cache=model.new_cache()),
@@ -246,7 +251,7 @@ WORDS: dict[str, str | dict[str, str]] = {
     "two dimensions": r"^ValueError: mesh: expected one dimension, received 2: \('ranks', 'others'\).*name one of them",
     "not a mesh": r"^TypeError: mesh: expected a torch DeviceMesh, received .*init_device_mesh",
     "no layers": r"^ValueError: module: expected a regard.MultiHeadAttention, or a model with some in it.*Linear",
-    "twice": r"^ValueError: layer: expected a layer whose (heads are|sequence is) not spread yet, received one that is",
+    "twice": r"^ValueError: layer: expected .* whose (heads are|sequence is) not sharded yet, received one that is",
     "batch": DISAGREE.format("batch"),
     "parameters": r"^ValueError: module: expected the same names, shapes and dtypes of parameters on every rank",
     "dtype": {
@@ -275,18 +280,21 @@ WORDS: dict[str, str | dict[str, str]] = {
         OTHERS: TOLD.format("gather") + r"TypeError: y: expected",
     },
     "shard: no axis": r"^ValueError: x: expected \(B, N, ...\) or \(N,\)",
-    "layer: balanced on one": DISAGREE.format("balance of queries"),
-    "layer: values otherwise than keys": r"^ValueError: .*balance.*",
-    "layer: said otherwise": r"^ValueError: balance: expected False, as was said, received query.*balance=True",
+    "gather: sharded otherwise": r"^ValueError: balance: expected parts as .*\(9, 10, 10\), received \(10, 10, 9\)",
+    "shard: balance": r"^TypeError: balance: expected True or False, received 'yes'",
+    "sequence: method": r"""^ValueError: method: expected "ring" or "alltoall", received 'rings'""",
+    "sequence: method and balance beside it": r"^ValueError: method, balance: expected none beside a SequenceSharding",
+    "layer: balanced on one": SETTINGS.format("balance"),
+    "layer: keys sharded otherwise": r"^ValueError: balance: expected parts as .*, received \(10, 10, 9\)",
+    "layer: sharded otherwise": r"^ValueError: balance: expected parts as .*\(9, 10, 10\), received \(10, 10, 9\)",
+    "own module: sharded otherwise": r"^ValueError: balance: expected parts as .*, received \(10, 10, 9\)",
     "layer: not as balanced parts are": r"^ValueError: balance: expected parts as .*\(4, 4, 4\), received \(3, 4, 5\)",
-    "layer: not said": r"^ValueError: balance: expected to know whether query is a part of a.*say balance=True",
-    "gather: not said": r"^ValueError: balance: expected to know whether y is a part of a balanced.*say balance=True",
-    "layer: cache": r"^ValueError: cache: expected none where the sequence is spread over ranks.*shard_heads",
+    "layer: cache": r"^ValueError: cache: expected none where the sequence is sharded over ranks.*shard_heads",
     "layer: positions": r"^ValueError: positions: expected those of all 29 tokens, or .* \(10, 10, 9\), received .*28",
     "layer: method": r"""^ValueError: method: expected "ring" or "alltoall", received 'rings'""",
-    "layer: balance": r"^TypeError: balance: expected True, False or None, received 'yes'",
+    "layer: balance": r"^TypeError: balance: expected True or False, received 'yes'",
     "layer: FSDP": r"^ValueError: shard_sequence: expected sum_gradients=False under FSDP.*received sum_gradients=True",
-    "model: cache": r"^ValueError: cache: expected none where the text is spread over ranks.*shard_heads",
+    "model: cache": r"^ValueError: cache: expected none where the sequence is sharded over ranks.*shard_heads",
     "model: keep": r"^ValueError: keep: expected one flag for each of all 7 tokens.* \(3, 2, 2\), received .*7, 6, 7",
     "not a tensor": {
         ONE: r"^TypeError: query: expected a tensor, received list",
@@ -319,14 +327,15 @@ WORDS: dict[str, str | dict[str, str]] = {
         ONE: r"^ValueError: layer: heads: expected a multiple of the 3 ranks of 'ranks', received 7",
         OTHERS: TOLD.format("module") + r"ValueError: layer",
     },
-    "model: too long": r"^ValueError: ids: expected at most 7 tokens, for so many positions were learned, received 8",
+    "model: too long": r"^ValueError: ids: expected at most 7 tokens, the number of learned positions, received 8",
     "model: heads, one id": {
         ONE: r"^ValueError: ids: expected from 0 to 4, the vocabulary, received 9",
         OTHERS: TOLD.format("model") + r"ValueError: ids",
     },
     "model: heads, other ids": r"^ValueError: model: expected the same tokens on every rank of 'ranks', received one",
-    "model: keep balanced otherwise": r"^ValueError: keep: expected balance=False, as the tokens, received",
-    "layer: positions balanced otherwise": r"^ValueError: positions: expected balance=False, as the tokens, received",
+    "model: ids sharded otherwise": r"^ValueError: balance: expected parts as .*\(1, 2, 2\), received \(2, 2, 1\)",
+    "model: keep sharded otherwise": r"^ValueError: keep: expected one flag .*\(1, 2, 2\), .* \(2, 2, 1\)",
+    "layer: positions sharded otherwise": r"^ValueError: positions: expected those of all 29 .*, received .*9, 10, 10",
     "fine": "^$",
 }
 
@@ -376,7 +385,7 @@ def test_all_ranks_of_a_plane_hear_of_an_error() -> None:
     for mask, ids, short, fine in together.run(in_both, 4, timeout=90.0):
         assert "expected the same mask and bias" in mask
         assert "ids: expected from 0 to 4, the vocabulary, received 10" in ids
-        assert "expected a text and a token at least on every rank, where heads are spread" in short
+        assert "expected a text and a token at least on every rank, where heads are sharded" in short
         assert fine == ""
     assert time.monotonic() - start < 90.0
 

@@ -43,7 +43,7 @@ Row = tuple[str, Callable[[], dict[str, float]]]
 
 
 def each(rank: int, size: int) -> dict[str, Any]:
-    """All cases, one after the other. (Those that say nothing of balance come before any sequence is balanced.)
+    """All cases, one after the other.
 
     Each is done in some of the four ways by two processes, in the others by three; every other one in one way by four.
     """
@@ -85,7 +85,7 @@ def in_rounds(case: Case, mesh: DeviceMesh, balance: bool) -> dict[str, float]:
 
 def _others(mesh: DeviceMesh, method: str, balance: bool, where: str) -> Iterator[Row]:
     own = Case(lambda: shaken(Own()), {"mask": Causal()})
-    yield f"somebody's own module, {where}", partial(compared, own, mesh, method, balance, said=balance or None)
+    yield f"somebody's own module, {where}", partial(compared, own, mesh, method, balance)
     for name, shape in {"positions in parts": (TOKENS,), "positions of each in parts": (2, TOKENS)}.items():
         case = made(Causal(), position_encoding=Rotary(6), case={"options": {"positions": positions(*shape)}})
         told = partial(_positions_in_parts, mesh, balance)
@@ -124,7 +124,7 @@ def of_weights(mesh: DeviceMesh, method: str, balance: bool) -> dict[str, float]
         module, x, towards = case.new(), case.inputs()["x"], direction
         part = x
         if spread:
-            parallel.shard_sequence(module, mesh, method)  # type: ignore[arg-type]
+            parallel.shard_sequence(module, mesh, method, balance=balance)  # type: ignore[arg-type]
             part, towards = parallel.shard(x, mesh, balance), tokens.part(direction, rank, 2)
         _, weights = module(part, **case.options)
         (weights * towards).sum().backward()

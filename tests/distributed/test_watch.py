@@ -79,8 +79,9 @@ def spread(model: Any, how: str, size: int, ids: torch.Tensor) -> torch.Tensor:
     if method == "heads":
         parallel.shard_heads(model, mesh)
         return ids
-    parallel.shard_sequence(model, mesh, method)  # type: ignore[arg-type]
-    return parallel.shard(ids, mesh, balance=balance == "balanced")
+    sequence = parallel.SequenceSharding(mesh, method, balance=balance == "balanced")  # type: ignore[arg-type]
+    parallel.shard_sequence(model, sequence)
+    return sequence.shard(ids)
 
 
 def each(rank: int, size: int) -> dict[str, float]:

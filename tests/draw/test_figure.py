@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import regard
 from regard.draw.figure import SUFFIXES, figure
-from regard.draw.figure.canvas import Letters as _Letters
-from regard.draw.figure.elements import SIGNS
+from regard.draw.figure.fonts import Fonts
+from regard.draw.figure.legends import SIGNS
 from regard.heads import ROLES, Record
 from regard.measures import Heatmap
 
@@ -400,7 +400,7 @@ def test_every_role_has_a_sign_of_its_own() -> None:
     assert len({sign for sign, _ in SIGNS.values()}) == len({color for _, color in SIGNS.values()}) == len(ROLES)
 
 
-# --- Letters ---------------------------------------------------------------------------------------------------------
+# --- Fonts -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -417,17 +417,17 @@ def test_nasty_labels(tmp_path: Path, suffix: str) -> None:
         figure(seen, NASTY, tmp_path / f"b{suffix}", layer=0)
 
 
-def test_letters() -> None:
+def test_fonts() -> None:
     """What no font knows is a box; what has no shape is nothing, or a space; what is long is cut."""
-    letters = _Letters()
-    assert letters.clean("naïve → ฿") == "naïve → ฿"
-    assert letters.clean("a\u0378b") == letters.clean("a\ufe0f\u0378b\ufe0f", bold=True) == "a b"  # assigned to nobody
-    assert letters.clean("a\n\U000f0000") == "a  "
-    assert set(letters.clean("𓀀𓀁", bold=True)) == {"□"}  # hieroglyphs
-    assert letters.short("abcdef", 4) == "abc…"
-    assert letters.short("abcd", 4) == "abcd"
-    assert letters.short("", 4) == ""
-    assert letters.wide("wide", 14) == pytest.approx(2 * letters.wide("wide", 7), rel=0.02)
+    fonts = Fonts()
+    assert fonts.clean("naïve → ฿") == "naïve → ฿"
+    assert fonts.clean("a\u0378b") == fonts.clean("a\ufe0f\u0378b\ufe0f", bold=True) == "a b"  # assigned to nobody
+    assert fonts.clean("a\n\U000f0000") == "a  "
+    assert set(fonts.clean("𓀀𓀁", bold=True)) == {"□"}  # hieroglyphs
+    assert fonts.short("abcdef", 4) == "abc…"
+    assert fonts.short("abcd", 4) == "abcd"
+    assert fonts.short("", 4) == ""
+    assert fonts.width("wide", 14) == pytest.approx(2 * fonts.width("wide", 7), rel=0.02)
 
 
 # --- Files -----------------------------------------------------------------------------------------------------------

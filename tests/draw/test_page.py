@@ -287,6 +287,14 @@ def test_the_program_makes_no_html_of_strings() -> None:
         assert "</script" not in source.lower(), name
 
 
+def test_no_literal_spans_lines() -> None:
+    """Lines are stripped when they are put into the page: that would change a template literal of several lines."""
+    for name in SCRIPTS:
+        source = (files("regard.draw.page") / "app" / f"{name}.js").read_text(encoding="utf-8")
+        assert [line for line in source.splitlines() if line.count("`") % 2 or line.endswith("\\")] == [], name
+        assert "/*" not in source, name
+
+
 HOSTILE = [
     "</script><script>alert(1)</script>",
     "<!--",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 
-from regard.draw.figure.elements import SIGNS
+from regard.draw.figure.legends import SIGNS
 from regard.heads import ROLES
 
 

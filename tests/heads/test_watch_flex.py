@@ -15,7 +15,7 @@ from torch.nn.attention import varlen
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import regard
-from regard.heads.capture import capture as senses
+from regard.heads.capture import large_calls
 from regard.heads.capture.flash import from_varlen
 from regard.kernels import reference
 
@@ -164,7 +164,7 @@ def test_a_large_plane_is_never_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled it needs no plane, and neither does a watch: where it is large, strips of it are computed."""
     model, x = Flex(block_mask=block_mask("documents"), score_mod=linear), drawn(B, N, 7)
     right = model(x)
-    monkeypatch.setattr(senses, "LARGE", 0)
+    monkeypatch.setattr(large_calls, "LARGE", 0)
     with regard.watch(model, keep="qk") as seen:
         close(model(x), right, "output")
     close(seen[0].weights(), model.weights(*(MASKS["documents"][3], SCORES["linear"][1])), "weights")

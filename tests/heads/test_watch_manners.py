@@ -17,7 +17,7 @@ from heads.oracle_hands import B, H, Hand, N, W, by_operator, made, noise
 from torch import Tensor, nn
 
 import regard
-from regard.heads.capture import capture as senses
+from regard.heads.capture import huggingface, large_calls
 from regard.masks import Causal, Prefix, Window
 from regard.measures import Contribution, Divergence, Heatmap
 
@@ -35,7 +35,7 @@ def test_tensors_that_live_on_are_as_they_were() -> None:
 
 def test_a_watch_that_cannot_begin_leaves_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     model = made(Hand(by_operator))
-    monkeypatch.setattr(senses.huggingface, "start", lambda looker: (_ for _ in ()).throw(RuntimeError("no")))
+    monkeypatch.setattr(huggingface, "start", lambda looker: (_ for _ in ()).throw(RuntimeError("no")))
     with pytest.raises(RuntimeError, match="no"), regard.watch(model):
         pass
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -91,7 +91,7 @@ def test_changes_of_multihead_attention_within_changes(batch: int) -> None:
 
 
 def test_large_eager_maps_are_recorded_once_and_only_where_they_must_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(senses, "LARGE", 1)
+    monkeypatch.setattr(large_calls, "LARGE", 1)
     for family in ("llama", "gemma2", "gpt_oss"):
         model, given = hf_models.model(family, "eager"), hf_models.inputs(family)
         with torch.no_grad():

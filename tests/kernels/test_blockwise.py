@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from regard import tuning
 from regard.attention import prepare
 from regard.kernels import blockwise
 from regard.masks import Causal, Documents, Mask, Padding, Prefix, Window
@@ -78,7 +79,7 @@ def test_what_is_hidden_is_not_computed(mask: Mask | None, share: float, monkeyp
 
 
 def test_padding_is_skipped_item_by_item(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockwise, "STRIP", 256)
+    monkeypatch.setattr(tuning, "STRIP", 256)
     seen = []
     scores = blockwise._Chunk.scores
     monkeypatch.setattr(

@@ -418,7 +418,7 @@ def test_keys_that_are_not_the_first_of_their_text() -> None:
     for first in (0, 4):
         plane = replace(regard.attention.plane_of(call), numbers=torch.arange(first, first + 9))
         ours, right = (
-            regard.attention.look(call, regard.measures.as_measures(None), plane=plane, kernel=kernel)
+            regard.attention.measure_call(call, regard.measures.as_measures(None), plane=plane, kernel=kernel)
             for kernel in ("native", "reference")
         )
         for name in ("on_first", "target", "entropy", "received"):

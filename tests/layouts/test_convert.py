@@ -68,8 +68,7 @@ class TestKeys:
         state = state_of("whisper")
         state["v_proj.bais"] = state.pop("v_proj.bias")
         with refuses(
-            "layout 'separate': expected no keys besides its own, received 'v_proj.bais'",
-            "the nearest is 'v_proj.bias'",
+            "layout 'separate': expected no keys but its own, received 'v_proj.bais'", "the nearest is 'v_proj.bias'"
         ):
             layouts.load(state, 3)
 
@@ -118,10 +117,10 @@ class TestKeys:
 
     def test_a_layer_norm_beside_it(self) -> None:
         for name, key in (("bert", "output.LayerNorm.weight"), ("w_qs with norm", "layer_norm.weight")):
-            with refuses(f"received a LayerNorm beside it: '{key}'", "remedy: layouts.load_block"):
+            with refuses(f"received a LayerNorm too: '{key}'", "remedy: layouts.load_block"):
                 layouts.load(state_of(name), 3)
         for name in ("torch", "w_qs"):
-            with refuses("expected a LayerNorm beside the attention layer", "remedy: layouts.load,"):
+            with refuses("expected an attention layer and a LayerNorm", "remedy: layouts.load,"):
                 layouts.load_block(state_of(name), ORIGINALS[name].num_heads)
 
     def test_bert_without_its_norm_is_a_layer(self) -> None:
@@ -176,7 +175,9 @@ class TestShapes:
             layouts.load({"Wqkv.weight": torch.ones(9, 6), "out_proj.weight": torch.ones(6, 6)}, 3)
 
     def test_sizes_are_read_and_not_told(self) -> None:
-        with refuses("num_kv_heads: expected to be read from the shapes", "remedy: leave num_kv_heads out"):
+        with refuses(
+            "num_kv_heads: expected no argument: it is read from the shapes", "remedy: leave num_kv_heads out"
+        ):
             layouts.load(state_of("llama"), 6, num_kv_heads=3)
 
     def test_a_wrong_bias_shape(self) -> None:
@@ -295,7 +296,7 @@ def test_blocks_that_can_and_cannot_be_exported() -> None:
             with refuses("expected a LayerNorm after the residual, received an AttentionBlock with norm='pre'"):
                 layouts.export(pre, layout)
         else:
-            with refuses("expected a layer without a LayerNorm beside it", "remedy: export block.layer"):
+            with refuses("expected a layer without a LayerNorm", "remedy: export block.layer"):
                 layouts.export(post, layout)
 
 

@@ -456,7 +456,7 @@ def test_autocast(split: bool) -> None:
 
 def test_calls_that_cannot_be_meant() -> None:
     ours = swap(made())
-    with pytest.raises(ValueError, match=r"query, key, value: expected three of 3 axes, or three of 2 without a batch"):
+    with pytest.raises(ValueError, match=r"query, key, value: expected all three with 3 axes, or with 2 axes if there"):
         ours(drawn(N, W), drawn(N, B, W), drawn(N, B, W))
     nested = torch.nested.as_nested_tensor([drawn(3, W), drawn(5, W)])
     with pytest.raises(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import regard
-from regard.layouts.torch_mha_call import functional_operands, said_in_masks
+from regard.layouts.torch_mha_call import functional_operands, mask_options
 from regard.masks import Causal
 
 B, H, N, M, W = 2, 3, 5, 7, 15
@@ -96,7 +96,7 @@ def test_static_keys_and_values_and_no_batch() -> None:
 
 @pytest.mark.parametrize("n, m", [(5, 5), (3, 7), (7, 3)])
 def test_causal_is_from_the_top_left_and_takes_the_fast_path(n: int, m: int) -> None:
-    options = said_in_masks((B, H, n, m), attn_mask=torch.ones(n, m, dtype=torch.bool).triu(1), is_causal=True)
+    options = mask_options((B, H, n, m), attn_mask=torch.ones(n, m, dtype=torch.bool).triu(1), is_causal=True)
     assert type(options["mask"]) is Causal
     q, k = drawn(B, H, n, 5), drawn(B, H, m, 5)
     expected = F.scaled_dot_product_attention(q, k, k, is_causal=True)
@@ -108,8 +108,8 @@ def test_errors() -> None:
     shape = (B, H, N, M)
     expected = r"attn_mask: expected shape \(N, M\) = \(5, 7\) or \(B \* H, N, M\) = \(6, 5, 7\), received \(7, 5\)"
     with pytest.raises(ValueError, match=expected):
-        said_in_masks(shape, attn_mask=torch.ones(M, N))
+        mask_options(shape, attn_mask=torch.ones(M, N))
     with pytest.raises(ValueError, match=r"key_padding_mask: expected shape \(B, M\) = \(2, 7\), received \(2, 5\)"):
-        said_in_masks(shape, key_padding_mask=torch.ones(B, N))
+        mask_options(shape, key_padding_mask=torch.ones(B, N))
     with pytest.raises(TypeError, match=r"key_padding_mask: expected a boolean tensor \(True hides\).*torch.int64"):
-        said_in_masks(shape, key_padding_mask=torch.ones(B, M, dtype=torch.int64))
+        mask_options(shape, key_padding_mask=torch.ones(B, M, dtype=torch.int64))

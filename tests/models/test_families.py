@@ -666,7 +666,7 @@ def test_all_learned_positions_can_be_used_and_no_more(family, tmp_path):
     model = save(tmp_path, family)
     ids = some_ids(1, CONTEXT)
     torch.testing.assert_close(ours(tmp_path, ids)[0][-1], hidden_states(model, ids)[-1], **EXACT)
-    with pytest.raises(ValueError, match=rf"at most {CONTEXT} tokens.*received {CONTEXT + 1} tokens; remedy: cut"):
+    with pytest.raises(ValueError, match=rf"at most {CONTEXT} tokens.*received {CONTEXT + 1} tokens; remedy: truncate"):
         models.load(tmp_path)(some_ids(1, CONTEXT + 1))
 
 

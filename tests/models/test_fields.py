@@ -301,7 +301,7 @@ def test_the_largest_sizes_are_compared_with_the_file_in_words(name, tmp_path: P
 
 def test_heads_that_are_wide_and_many_are_refused():
     settings = GOOD["mistral"] | {"num_attention_heads": WIDTH, "num_key_value_heads": 1, "head_dim": WIDTH}
-    with pytest.raises(ValueError, match=rf"head_dim: expected heads that are all together at most {WIDTH} wide"):
+    with pytest.raises(ValueError, match=rf"head_dim: expected a total width of all heads of at most {WIDTH}"):
         FAMILIES["mistral"].config(settings)
 
 
@@ -309,11 +309,11 @@ def test_heads_that_are_wide_and_many_are_refused():
 @pytest.mark.parametrize("value", [NAN, INF, -1e-5, 0.0, "1"])
 def test_a_number_of_a_config_that_cannot_be_is_refused(what, value):
     sizes: dict[str, Any] = {"layers": 2, "embed_dim": 6, "num_heads": 3, "vocabulary": 5, "inner": 7, "context": 11}
-    with pytest.raises(ValueError, match=rf"^{what}: expected a positive number, finite, received "):
+    with pytest.raises(ValueError, match=rf"^{what}: expected a positive finite number, received "):
         ModelConfig(**sizes, **{what: value})
 
 
 def test_a_rope_for_each_kind_of_layer_is_not_half_read():
     settings = GOOD["mistral"] | {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}
-    with pytest.raises(TypeError, match=r"config\.json: rope_parameters: expected an object, of all layers"):
+    with pytest.raises(TypeError, match=r"config\.json: rope_parameters: expected one object for all layers"):
         FAMILIES["mistral"].config(settings)

@@ -656,9 +656,6 @@ def test_two_streams_of_one_model_at_once() -> None:
 def test_two_threads_with_two_models() -> None:
     made = [tiny("rotary"), tiny("window")]
     alone = [model.generate("To be", 61) for model in made]
-    for model in made:
-        for module in model.modules():
-            regard.onednn._COPIES.pop(module, None)
     together: dict[int, list[str]] = {0: [], 1: []}
 
     def work(i: int) -> None:
@@ -889,7 +886,7 @@ def test_learned_positions_with_a_cache_go_on_to_the_last() -> None:
 
 
 def test_a_text_longer_than_the_learned_positions() -> None:
-    with pytest.raises(ValueError, match="ids: expected at most 19 tokens, for so many positions were learned"):
+    with pytest.raises(ValueError, match="ids: expected at most 19 tokens, the number of learned positions"):
         tiny("learned", context=19).generate("x" * 20, 3)
 
 
@@ -928,7 +925,7 @@ def test_no_warning_within_the_trained_length() -> None:
 
 
 def users() -> int:
-    return sum(copy.users for copy in regard.onednn._COPIES.values())
+    return len(regard.onednn._ACTIVE.stack)
 
 
 def large(**changes: Any) -> Decoder:
@@ -942,10 +939,18 @@ def forgotten(model: Decoder) -> Decoder:
     return fresh
 
 
-def test_packing_is_used_and_ends() -> None:
-    model = large()
-    model.generate("To be", 23)
-    assert set(model.modules()) & set(regard.onednn._COPIES)
+def test_packing_is_used_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+
+    class Counted(regard.onednn.packed):
+        def __enter__(self) -> None:
+            copies.append(len(self._copies))
+            super().__enter__()
+
+    monkeypatch.setattr("regard.models.base.packed", Counted)
+    large().generate("To be", 61)
+    assert len(copies) > 30
+    assert bool(copies[0]) is bool(regard.onednn._dtypes())
     assert not users()
 
 
@@ -981,17 +986,6 @@ def test_a_stream_that_fails_lets_go(monkeypatch: pytest.MonkeyPatch) -> None:
         next(stream)
     gc.collect()
     assert not users()
-
-
-def test_copies_go_with_their_model() -> None:
-    gc.collect()
-    before = len(regard.onednn._COPIES)
-    model = large()
-    model.generate("To be", 23)
-    assert len(regard.onednn._COPIES) > before
-    del model
-    gc.collect()
-    assert len(regard.onednn._COPIES) == before
 
 
 def flipped(tensor: Tensor, axis: int) -> Tensor:
@@ -1031,7 +1025,6 @@ CHANGES: dict[str, Callable[[Decoder], object]] = {
 def test_weights_that_changed_are_noticed(how: str) -> None:
     model = large()
     before = model.generate("To be", 41)
-    assert set(model.modules()) & set(regard.onednn._COPIES)
     CHANGES[how](model)
     after = model.generate("To be", 41)
     assert after == forgotten(model).generate("To be", 41) == greedy(model, "To be", 41)

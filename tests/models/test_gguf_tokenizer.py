@@ -397,7 +397,7 @@ def test_unknown_cut_names_those_known(tmp_path: Path) -> None:
 
 
 def test_a_model_whose_cut_is_unknown_can_run_all_the_same(tmp_path: Path) -> None:
-    """As its error says: "pass token ids: the model itself can run"."""
+    """As its error says: "pass token ids; the model itself can run"."""
     path = write(tmp_path / "m.gguf", [*LETTERS, *SPECIAL], tensors=True, model="gpt2", pre="tekken")
     with pytest.warns(UserWarning, match=r"tokenizer\.ggml\.pre: expected one of gpt-2"):
         model = models.load(path)
@@ -561,7 +561,7 @@ def peak(call: Any) -> int:
 @pytest.mark.parametrize("letters", [513, 50_000, 3_000_000])
 def test_a_token_of_very_many_letters_is_refused_in_little_memory(tmp_path: Path, letters: int) -> None:
     def refused() -> None:
-        with pytest.raises(ValueError, match=rf"token 3 has {letters} letters, and 512 are the most"):
+        with pytest.raises(ValueError, match=rf"token 3 has {letters} characters, more than 512"):
             of_pieces(tmp_path, ["a", "b", "a" * letters])
 
     assert peak(refused) < 40 * letters + 2**22

@@ -253,7 +253,7 @@ def test_no_rows_are_no_rows(kind: str) -> None:
 
 @BOTH
 def test_more_ids_than_learned_positions(kind: str) -> None:
-    with pytest.raises(ValueError, match="ids: expected at most 13 tokens, for so many positions were learned"):
+    with pytest.raises(ValueError, match="ids: expected at most 13 tokens, the number of learned positions"):
         new(kind)(torch.ones(1, 14, dtype=torch.int64))
 
 

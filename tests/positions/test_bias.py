@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from transformers.models.t5.modeling_t5 import T5Attention
 
 import regard
-from regard.masks import Causal, Padding, Window
+from regard.masks import Causal, Padding, Tile, Window
 from regard.positions import Alibi, Bias, RelativeBias, as_biases
 from regard.positions.bias import Buckets, DenseBias, Saturated
 
@@ -132,7 +133,7 @@ def test_buckets_are_those_of_t5(num_buckets: int, max_distance: int, bidirectio
     ours = Buckets(torch.zeros(1, num_buckets, 1), bidirectional, max_distance)
     q, k = torch.arange(0, 301)[None], torch.arange(0, 613)[None]
     theirs = T5Attention._relative_position_bucket(k - q.T, bidirectional, num_buckets, max_distance)
-    buckets = ours.buckets(q, k)
+    buckets = ours.buckets(Tile.at(q, k))
     assert torch.equal(buckets[0], theirs)
     assert buckets.max() < num_buckets
 
@@ -248,7 +249,7 @@ def test_saturated_counts_distances_to_the_first_keys_up_to_a_bound() -> None:
     inner = Alibi(2).as_bias()
     bias = Saturated(inner, sinks=2, last=4)
     q, k = torch.arange(8)[None], torch.arange(8)[None]
-    block = bias.block(q, k)
+    block = bias.block(Tile.at(q, k))
     for i in range(8):
         for j in range(8):
             distance = abs(min(i, 4) - j) if j < 2 else abs(i - j)
@@ -310,9 +311,9 @@ def test_the_gradient_of_a_long_bias_is_never_dense(monkeypatch: pytest.MonkeyPa
     asked: list[int] = []
     original = Buckets.block
 
-    def spy(self: Buckets, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        asked.append(q_positions.shape[1] * k_positions.shape[1])
-        return original(self, q_positions, k_positions)
+    def spy(self: Buckets, tile: Tile) -> Tensor:
+        asked.append(math.prod(tile.shape))
+        return original(self, tile)
 
     monkeypatch.setattr(Buckets, "block", spy)
     n = 4096
@@ -333,8 +334,8 @@ class Steps(Bias):
     def __init__(self, weight: Tensor, flaw: int = 0) -> None:
         self.weight, self.flaw = weight, flaw
 
-    def block(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        odd = (k_positions[:, None, None, :] - q_positions[:, None, :, None]) % 2
+    def block(self, tile: Tile) -> Tensor:
+        odd = (tile.k_positions[:, None, None, :] - tile.q_positions[:, None, :, None]) % 2
         added = odd * self.weight[:, :, None, None]
         return [added, added.long(), added[0], added[:, :1].expand(-1, 7, -1, -1), added[..., :-1]][self.flaw]
 
@@ -344,7 +345,7 @@ class Steps(Bias):
 def test_a_bias_of_ones_own_is_checked(kernel: str, n: int) -> None:
     q, k = torch.randn(2, 3, n, 4), torch.randn(2, 3, 71, 4)
     weight = torch.randn(1, 3)
-    right = Steps(weight).block(torch.arange(71 - n, 71)[None], torch.arange(71)[None])
+    right = Steps(weight).block(Tile.at(torch.arange(71 - n, 71)[None], torch.arange(71)[None]))
     torch.testing.assert_close(
         regard.attend(q, k, k, bias=Steps(weight), kernel=kernel),
         regard.attend(q, k, k, bias=right, kernel="reference"),

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from regard import tuning
 from regard.positions import rotary as module
-from regard.positions.rotary import DynamicNTK, LinearScaling, Llama3, LongRoPE, Rotary, Scaling, YaRN, rotate
+from regard.positions.rotary import Rotary, rotate
+from regard.positions.scalings import DynamicNTK, LinearScaling, Llama3, LongRoPE, Scaling, YaRN
 
 B, H, N, D = 2, 3, 5, 14
 TRAINED = 64  # of the scalings below
@@ -34,7 +36,7 @@ each_layout = pytest.mark.parametrize("interleaved", [False, True], ids=["halves
 def size(request, monkeypatch):
     """Both formulations of the rotation, at sizes that are quick."""
     if request.param == "large":
-        monkeypatch.setattr(module, "_LARGE", 0)
+        monkeypatch.setattr(tuning, "ROTARY_IN_PLACE", 0)
     return request.param
 
 
@@ -86,10 +88,10 @@ def test_rotation_is_multiplication_by_a_complex_number(size, interleaved, rotat
 
 def test_large_enough_tensors_take_the_other_formulation_and_agree(monkeypatch):
     x, angles = random(1, 4, 1024, 64), random(1024, 32, seed=1)
-    assert x.numel() >= module._LARGE
+    assert x.numel() >= tuning.ROTARY_IN_PLACE
     large = rotate(x, angles.cos(), angles.sin())
     monkeypatch.setattr(module._InPlace, "apply", None)  # not to be called:
-    monkeypatch.setattr(module, "_LARGE", x.numel() + 1)
+    monkeypatch.setattr(tuning, "ROTARY_IN_PLACE", x.numel() + 1)
     torch.testing.assert_close(large, rotate(x, angles.cos(), angles.sin()))
 
 
@@ -380,10 +382,10 @@ def test_the_table_doubles_and_ends():
     assert rows() == [512]
     rotary(random(1, 1, 1, D), 1300)
     assert rows() == [1301]
-    rotary(random(1, 1, 1, D), module._LONGEST_TABLE - 1)
-    assert rows() == [module._LONGEST_TABLE]
+    rotary(random(1, 1, 1, D), tuning.ROTARY_TABLE - 1)
+    assert rows() == [tuning.ROTARY_TABLE]
     rotary(random(1, 1, 1, D), 10**12)  # a table of this many rows would not fit anywhere
-    assert rows() == [module._LONGEST_TABLE]
+    assert rows() == [tuning.ROTARY_TABLE]
 
 
 def test_no_table_is_made_for_one_length_alone():
@@ -609,7 +611,7 @@ def test_the_default_dtype_has_no_say(default):
 def test_repr():
     assert repr(Rotary(64)) == "Rotary(64, base=10000)"
     assert repr(Rotary(64, base=5e5, width=32, interleaved=True, scaling=LinearScaling(4.0))) == (
-        "Rotary(64, base=500000, width=32, interleaved=True, scaling=Linear(factor=4.0))"
+        "Rotary(64, base=500000, width=32, interleaved=True, scaling=LinearScaling(factor=4.0))"
     )
 
 
@@ -622,7 +624,10 @@ def test_repr():
         (lambda: Rotary(8, width=10), r"width: expected at most head_dim = 8, received 10"),
         (lambda: Rotary(8, base=1.0), r"base: expected a number above 1, received 1\.0"),
         (lambda: Rotary(8, base=math.nan), r"base: expected a number above 1, received nan"),
-        (lambda: LinearScaling(0.0), r"Linear\.factor: expected a positive number, received 0\.0; remedy: factor is"),
+        (
+            lambda: LinearScaling(0.0),
+            r"LinearScaling\.factor: expected a positive number, received 0\.0; remedy: factor is",
+        ),
         (lambda: DynamicNTK(-2.0, 64), r"DynamicNTK\.factor: expected a positive number, received -2\.0"),
         (lambda: DynamicNTK(2.0, 0), r"DynamicNTK\.trained_length: expected a positive number, received 0"),
         (lambda: YaRN(0, 64), r"YaRN\.factor: expected a positive number, received 0"),
@@ -648,7 +653,9 @@ def test_refuses_to_be_made(make, words):
 
 
 def test_refuses_what_is_no_scaling():
-    with pytest.raises(TypeError, match=r"scaling: expected Linear, .* received dict; remedy: .*Linear\(4\.0\)"):
+    with pytest.raises(
+        TypeError, match=r"scaling: expected LinearScaling, .* received dict; remedy: .*LinearScaling\(4\.0\)"
+    ):
         Rotary(8, scaling={"factor": 4.0})
 
 
@@ -657,10 +664,10 @@ def test_refuses_what_is_no_scaling():
     [
         ((B, H, N, D + 1), 0, r"x: expected \(B, H, N, D\) with D = head_dim = 14, received \(2, 3, 5, 15\)"),
         ((B, N, D), 0, r"x: expected .*received \(2, 5, 14\); remedy: .*splits \(B, N, W\) into heads"),
-        ((B, H, N, D), torch.arange(N + 1), r"positions: expected .*N = 5, B = 2, or an int, received \(6,\)"),
-        ((B, H, N, D), torch.zeros(3, N).long(), r"positions: expected .*received \(3, 5\)"),
-        ((B, H, N, D), torch.zeros(B, H, N).long(), r"positions: expected .*received \(2, 3, 5\)"),
-        ((B, H, N, D), torch.tensor(3), r"positions: expected .*received \(\); remedy: .*as an int"),
+        ((B, H, N, D), torch.arange(N + 1), r"positions: expected shape \(5,\) or \(2, 5\), received shape \(6,\)"),
+        ((B, H, N, D), torch.zeros(3, N).long(), r"positions: expected .*received shape \(3, 5\)"),
+        ((B, H, N, D), torch.zeros(B, H, N).long(), r"positions: expected .*received shape \(2, 3, 5\)"),
+        ((B, H, N, D), torch.tensor(3), r"positions: expected .*received shape \(\); remedy: .*as an int"),
     ],
 )
 def test_refuses_shapes(shape, positions, words):
@@ -671,8 +678,8 @@ def test_refuses_shapes(shape, positions, words):
 @pytest.mark.parametrize(
     "positions, words",
     [
-        (torch.arange(N).float(), r"positions: expected integers, received torch\.float32; remedy: .*long\(\)"),
-        (torch.ones(N, dtype=torch.bool), r"positions: expected integers, received torch\.bool"),
+        (torch.arange(N).float(), r"positions: expected an integer tensor, received dtype torch\.float32; .*long\(\)"),
+        (torch.ones(N, dtype=torch.bool), r"positions: expected an integer tensor, received dtype torch\.bool"),
         (3.0, r"positions: expected an int or an integer tensor, received float"),
         (True, r"positions: expected an int or an integer tensor, received bool"),
         ([0, 1, 2, 3, 4], r"positions: expected an int or an integer tensor, received list; remedy: .*torch\.tensor"),
@@ -684,7 +691,7 @@ def test_refuses_positions_that_are_no_integers(positions, words):
 
 
 def test_angles_refuses_floats():
-    with pytest.raises(TypeError, match="positions: expected integers"):
+    with pytest.raises(TypeError, match="positions: expected an integer tensor"):
         Rotary(D).angles(torch.rand(3))
 
 

@@ -1,4 +1,4 @@
-"""Tokens as a reader reads them: without the marks of tokenizers; which are special, and which make one word."""
+"""Tokens as labels: without the marks of tokenizers; which are special, and which form one word."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from regard.heads.analysis.token_classes import as_text, looks_special
 
 __all__ = ["Labels"]
 
-_VISIBLE = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥", "\0": "␀"})  # (what has no shape of its own)
-_JOINERS = "\u200c\u200d"  # within a word, and within emoji that are made of several
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how sentencepiece spells what it has no piece for
+_VISIBLE = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥", "\0": "␀"})
+_JOINERS = "\u200c\u200d"  # within words, and within joined emoji
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how sentencepiece spells bytes
 
 
 @dataclass(frozen=True)
 class Labels:
-    """The tokens of one text: `text` to be read, which are `special`, and the number of the `word` each is part of."""
+    """The tokens of one text: `text` to be shown, which are `special`, and the number of the `word` each is part of."""
 
     text: list[str]
     special: list[bool]
@@ -26,7 +26,7 @@ class Labels:
 
     @classmethod
     def of(cls, tokens: Iterable[object], special: Collection[str] = ()) -> Labels:
-        """From tokens as a tokenizer spells them. `special` are those it calls so; else those that look it.
+        """From tokens as a tokenizer spells them. `special`: its special tokens; by default those that look like it.
 
         >>> labels = Labels.of(["[CLS]", "the", "un", "##seen", "[SEP]"])
         >>> labels.words, labels.special
@@ -48,11 +48,11 @@ class Labels:
 
     @classmethod
     def numbers(cls, count: int) -> Labels:
-        """For what has no tokens, such as patches of a picture: 0, 1, 2 ..."""
+        """Labels 0, 1, 2 ... for what has no tokens, such as patches of an image."""
         return cls([str(i) for i in range(count)], [False] * count, list(range(count)))
 
     def padded(self, count: int) -> Labels:
-        """With as many more, without a name, as make `count`: padding, or keys that a layer adds to its text."""
+        """Extended to `count` labels: for padding, or keys that a layer adds to its text."""
         more = count - len(self.text)
         last = self.word[-1] if self.word else -1
         extra = [last + 1 + i for i in range(more)]
@@ -61,13 +61,13 @@ class Labels:
     @property
     def words(self) -> list[str]:
         """The words, each of one token or more."""
-        found: list[str] = []
+        words: list[str] = []
         for text, word in zip(self.text, self.word, strict=True):
-            if word == len(found):
-                found.append(text)
+            if word == len(words):
+                words.append(text)
             else:
-                found[word] += text.removeprefix("##") or text
-        return found
+                words[word] += text.removeprefix("##") or text
+        return words
 
     def __len__(self) -> int:
         return len(self.text)
@@ -93,35 +93,35 @@ def _marks(tokens: Sequence[str]) -> str:
 
 
 def _in_bytes(token: str) -> bool:
-    """Whether a token spells letters in bytes that it could have spelled as they are: "çĮ«" for "猫"."""
+    """Whether a token spells a letter as bytes: "çĮ«" for "猫"."""
     plain = as_text(token)
     return plain is not None and not plain.isascii() and plain.isprintable()
 
 
 def _begins(token: str, before: str, marks: str) -> bool:
-    """Whether a token begins a word, after the one before it."""
+    """Whether a token begins a word, given the token before it."""
     if marks == "##":
         return not token.startswith("##")
     if marks == "</w>":
         return before.endswith("</w>")
-    if marks:  # letters and digits go on; a mark, a space or a sign begins
+    if marks:  # letters and digits continue a word; a mark, a space or a sign begins one
         inside = _within_word(token, marks, 0) and (before == marks or _within_word(before, marks, -1))
         return token.startswith(marks) or not inside
     return True
 
 
 def _within_word(token: str, marks: str, place: int) -> bool:
-    """Whether a token's first or last character is one of a word: a letter, a digit, a mark on one, a part of one."""
+    """Whether a token's first or last character belongs to a word: a letter, a digit, a combining mark."""
     plain = as_text(token) if marks == "Ġ" else token
     byte = _BYTE.fullmatch(token)
-    if plain is None or (byte and int(byte[1], 16) >= 128):  # bytes that are a part of a letter
+    if plain is None or (byte and int(byte[1], 16) >= 128):  # (a part of a letter's bytes)
         return True
     letter = plain[place : place + 1 or None]
     return bool(letter) and (letter.isalnum() or letter in _JOINERS or unicodedata.category(letter)[0] == "M")
 
 
 def _readable(token: str, marks: str) -> str:
-    """A token without its marks, with a visible shape for what has none."""
+    """A token without its marks, with visible signs for white space and escapes for control characters."""
     if marks == "Ġ":
         plain = as_text(token)
         token = token.removeprefix("Ġ") if plain is None else plain.removeprefix(" ")
@@ -137,5 +137,5 @@ def _readable(token: str, marks: str) -> str:
 
 
 def _shown(c: str, token: str) -> bool:
-    """Whether a character has a shape; or is given one; or joins those beside it."""
+    """Whether a character is printable, has a visible sign, or joins its neighbours."""
     return c.isprintable() or c in "\n\r\t\0" or (c in _JOINERS and not token.isascii() and len(token) > 1)

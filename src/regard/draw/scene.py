@@ -5,7 +5,7 @@ Letters: B batch, H query heads, N queries, M keys.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,24 +16,19 @@ from regard.draw.labels import Labels
 from regard.errors import bad_type, bad_value
 from regard.heads import ROLES, LayerRecord, Record, Role
 from regard.heads.analysis.roles import first_of_target, roles, tokens_of
-from regard.heads.record.sequences import remeasured
 from regard.heads.record.table import scalars
-from regard.measures import Heatmap, Links
+from regard.measures import Links
 
 __all__ = ["Panel", "Scene", "sizes"]
 
 STRIP = 256  # queries whose weights are pooled at once
-TELLING = {rule.name for rule in ROLES} | {
-    "on_first",
-    "distance",
-    "entropy",
-}  # what tells of roles, by its name in a table
+ROLE_MEASURES = {rule.name for rule in ROLES} | {"on_first", "distance", "entropy"}  # a layer with none has no roles
 
 
 @dataclass
 class Panel:
-    """One layer of a scene, of one text: its map's labels, and what is known of each of its heads. Padding is not part
-    of the text: `rows` and `cols` are the layer's queries and keys that are."""
+    """One layer of a scene, for one text: the labels of its map, and measures and roles of its heads. Padding is left
+    out: `rows` and `cols` are the queries and keys of the layer that are tokens."""
 
     number: int
     layer: LayerRecord
@@ -43,7 +38,7 @@ class Panel:
     queries: Labels
     keys: Labels
     measures: dict[str, Tensor] = field(default_factory=dict)  # one number for each head: (H,)
-    roles: list[Role] = field(default_factory=list)  # one for each head; none for cross attention
+    roles: list[Role] = field(default_factory=list)  # one for each head; empty for cross attention
 
     @property
     def name(self) -> str:
@@ -59,11 +54,9 @@ class Panel:
         return len(self.queries), len(self.keys)
 
     @property
-    def whole(self) -> bool:
-        """Whether the text fills the layer's map, without padding."""
-        text = self.layer.text
-        assert text is not None
-        return (len(self.rows), len(self.cols)) == (text.queries, text.total)
+    def unpadded(self) -> bool:
+        """Whether the text has no padding in this layer."""
+        return (len(self.rows), len(self.cols)) == self.layer.shape[2:]
 
     @property
     def drawable(self) -> bool:
@@ -71,21 +64,26 @@ class Panel:
         return self.layer.exact or self.layer.has("heatmap")
 
     def role(self, head: int) -> str | None:
-        """The name of a head's role, if it has one."""
+        """The name of a head's role, or None."""
         return self.roles[head].role if self.roles else None
+
+    def offsets(self) -> tuple[Tensor, int]:
+        """The attention by offset from the query, (H, offsets), and how many offsets come before the query."""
+        measure: Any = next(measure for measure in self.layer.measures if "offsets" in measure.gives)
+        return self.layer.per_head("offsets").float().cpu(), int(getattr(measure, "before", 0))
 
     def weights(self, head: int, rows: slice | None = None, cols: slice | None = None) -> Tensor:
         """Exact weights of one head, (N, M) or a part."""
         return self._weights(head, rows, cols).float().cpu()
 
     def _weights(self, head: int | None, rows: slice | None = None, cols: slice | None = None) -> Tensor:
-        return self.layer.weights(head, _of(self.rows, rows), _of(self.cols, cols), batch=self.item)
+        return self.layer.weights(head, _within(self.rows, rows), _within(self.cols, cols), batch=self.item)
 
     def links(self, count: int) -> tuple[Tensor, Tensor]:
-        """Of each query the keys (H, N, count) with the largest weights, and those weights; 0 where there are fewer."""
-        if self.whole:
-            found = self.layer.measure(Links(count))["links"]
-            return found.keys[self.item].clamp(min=0), found.weights[self.item]
+        """The keys (H, N, count) with the largest weights of each query, and those weights; 0 where there are fewer."""
+        if self.unpadded:
+            links = self.layer.measure(Links(count))["links"]
+            return links.keys[self.item].clamp(min=0), links.weights[self.item]
         strips = [slice(first, first + STRIP) for first in range(0, len(self.rows), STRIP)]
         largest = [self._weights(None, rows).topk(min(count, len(self.cols)), dim=2) for rows in strips]
         keys, weights = (torch.cat([top[i] for top in largest], 1) for i in (1, 0))
@@ -95,23 +93,14 @@ class Panel:
         """The maps of all heads at a size of at most (rows, cols): (H, rows, cols). A cell is the attention that a
         query of its rows gives to all keys of its columns, on average: where each token has a cell, the weights."""
         n, m = self.shape
-        if self.layer.exact and self.whole:
-            assert self.layer.text is not None
-            heat = remeasured(self.layer.text, [Heatmap(rows, cols)], slots=True)["heatmap"][self.item]
-            counts = sizes(n, heat.shape[1])
-        elif self.layer.exact:
-            rows, cols = min(rows, n), min(cols, m)
-            down, across = torch.arange(n) * rows // max(n, 1), torch.arange(m) * cols // max(m, 1)
-            heat = torch.zeros(self.heads, rows, cols)
-            for first in range(0, n, STRIP):
-                part = self._weights(None, slice(first, first + STRIP)).float().cpu()  # (H, strip, M)
-                strip = part.new_zeros(*part.shape[:2], cols).index_add_(2, across, part)
-                heat.index_add_(1, down[first : first + STRIP], strip)
-            counts = sizes(n, rows)
+        if self.layer.exact:
+            fast = self.unpadded
+            sums = self.layer.pooled_weights(rows, cols)[self.item] if fast else self._pooled_strips(rows, cols)
+            counts = sizes(n, sums.shape[1])
         elif self.layer.has("heatmap"):
-            heat = self.layer.last()["heatmap"][self.item, :, :n, : len(self.keys)]
-            counts = _fewer(sizes(n, heat.shape[1]), rows, 0)
-            heat = _fewer(_fewer(heat, rows, 1), cols, 2)
+            sums = self.layer.last()["heatmap"][self.item, :, :n, :m]
+            counts = _pool(sizes(n, sums.shape[1]), rows, 0)
+            sums = _pool(_pool(sums, rows, 1), cols, 2)
         else:
             raise bad_value(
                 "record",
@@ -119,42 +108,52 @@ class Panel:
                 received=repr(self.layer),
                 remedy='watch(model, keep="qk")',
             )
-        return (heat / counts.to(heat)[:, None]).float().cpu()
+        return (sums / counts.to(sums)[:, None]).float().cpu()
+
+    def _pooled_strips(self, rows: int, cols: int) -> Tensor:
+        """Sums of weights over the cells of a text without its padding, strip by strip."""
+        n, m = self.shape
+        sums = torch.zeros(self.heads, min(rows, n), min(cols, m))
+        cell = torch.arange(n) * sums.shape[1] // max(n, 1)
+        for first in range(0, n, STRIP):
+            strip = slice(first, first + STRIP)
+            sums.index_add_(1, cell[strip], _pool(self._weights(None, strip).float().cpu(), cols, 2))
+        return sums
 
 
-def _of(whole: range, part: slice | None = None) -> slice:
-    """A part of a range, as a slice of what the range is of."""
-    inside = whole if part is None else whole[part]
+def _within(tokens: range, part: slice | None = None) -> slice:
+    """A part of a range of tokens, as a slice of the whole sequence."""
+    inside = tokens if part is None else tokens[part]
     return slice(inside.start, max(inside.stop, inside.start))
 
 
 def sizes(tokens: int, cells: int) -> Tensor:
-    """How many of `tokens` fall into each of `cells`, as `measures.Heatmap` shares them out: token i into cell
+    """How many of `tokens` fall into each of `cells`, as in `measures.Heatmap`: token i into cell
     i * cells // tokens."""
     return torch.bincount(torch.arange(tokens) * cells // max(tokens, 1), minlength=cells)
 
 
-def _fewer(heat: Tensor, cells: int, dim: int) -> Tensor:
-    """Sums of a map over fewer cells along an axis."""
-    size = heat.shape[dim]
+def _pool(sums: Tensor, cells: int, dim: int) -> Tensor:
+    """Sums over at most so many cells along an axis."""
+    size = sums.shape[dim]
     if size <= cells:
-        return heat
-    to = torch.arange(size, device=heat.device) * cells // size
-    shape = [*heat.shape]
+        return sums
+    to = torch.arange(size, device=sums.device) * cells // size
+    shape = [*sums.shape]
     shape[dim] = cells
-    return heat.new_zeros(shape).index_add_(dim, to, heat)
+    return sums.new_zeros(shape).index_add_(dim, to, sums)
 
 
 class Scene:
     """A record with its tokens.
 
     Args:
-        record: what `watch` saw, best with keep="qk"; of several texts in a row the last is drawn.
-        tokens: the text's tokens; a list of them for each item of the batch, with padding (anything that stands for
-            it) or without; or, for an encoder and a decoder, a pair `(source, target)` of such lists. By default
-            `record.tokens`; without any, tokens are numbered.
-        item: which text of the batch. What the record knows to be its padding, before it or after it, is not drawn.
-        special: tokens that are special, where their looks do not tell.
+        record: what `watch` gave, best with keep="qk"; of several texts in a row the last is drawn.
+        tokens: the text's tokens; a list of them for each item of the batch, with padding (any string) or without; or,
+            for an encoder-decoder, a pair `(source, target)` of such lists. By default `record.tokens`; without any,
+            tokens are numbered.
+        item: which text of the batch. Its padding, as far as the record knows it, is not drawn.
+        special: tokens that are special, where their spelling does not show it.
     """
 
     def __init__(self, record: Record, tokens: Any = None, *, item: int = 0, special: Sequence[str] = ()) -> None:
@@ -168,30 +167,28 @@ class Scene:
                 remedy="run the model inside the watch",
             )
         self.record = record
-        given = record.tokens if tokens is None else tokens
         self.panels: list[Panel] = []
-        texts = _texts(given, item)
-        target = first_of_target(record)
-        words = tokens_of(record, given)
-        labels: dict[Any, Labels] = {}  # those that were made: layers of one text share them
-        inside = _without_padding(record, item, target)
-        for number, layer in enumerate(record):
-            assert layer.text is not None
-            batch = layer.text.shape[0]
-            if not 0 <= item < batch:
-                raise bad_value("item", expected=f"a text from 0 to {batch - 1}", received=str(item))
-            source, own = (texts[0], texts[-1]) if number >= target else (texts[0], texts[0])
-            ours = own if layer.kind == "self" else source
-            rows, cols = inside[number]
-            panel = Panel(number, layer, item, rows, cols, *_named(layer, own, ours, rows, cols, special, labels))
+        given = record.tokens if tokens is None else tokens
+        texts, role_tokens, target = _texts(given, item), tokens_of(record, given), first_of_target(record)
+        known: dict[Any, Labels] = {}  # layers of one text share their labels
+        for number, (layer, (rows, cols)) in enumerate(
+            zip(record, _unpadded_ranges(record, item, target), strict=True)
+        ):
+            if not 0 <= item < layer.shape[0]:
+                raise bad_value("item", expected=f"a text from 0 to {layer.shape[0] - 1}", received=str(item))
+            q_tokens = texts[-1] if number >= target else texts[0]
+            k_tokens = q_tokens if layer.kind == "self" else texts[0]
+            labels = _layer_labels(layer, q_tokens, k_tokens, rows, cols, special, known)
+            panel = Panel(number, layer, item, rows, cols, *labels)
             panel.measures = {name: value.float().cpu() for name, value in scalars(layer).items()}
-            panel.roles = _roles(layer, words[layer.name])
+            if _has_roles(layer):
+                panel.roles = list(roles(record.subset([layer.name]), tokens=role_tokens[layer.name]))
             self.panels.append(panel)
 
     def __len__(self) -> int:
         return len(self.panels)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Panel]:
         return iter(self.panels)
 
     def __getitem__(self, number: int) -> Panel:
@@ -203,8 +200,15 @@ class Scene:
         return next(panel for panel in self.panels if panel.layer is wanted)
 
 
+def _has_roles(layer: LayerRecord) -> bool:
+    """Whether a layer is self attention with a measure by which roles are known."""
+    if layer.kind != "self" or layer.uniform is None:
+        return False
+    return bool(ROLE_MEASURES & scalars(layer).keys() & scalars(layer.uniform).keys())
+
+
 def _texts(tokens: Any, item: int) -> list[list[Any] | None]:
-    """One list of tokens, or two, of source and target."""
+    """The tokens of one item: one list, or two, of source and target."""
     if tokens is None:
         return [None]
     if isinstance(tokens, (str, bytes)):
@@ -219,63 +223,61 @@ def _texts(tokens: Any, item: int) -> list[list[Any] | None]:
     return [rows]
 
 
-def _without_padding(record: Record, item: int, target: int) -> list[tuple[range, range]]:
-    """Of each layer, the queries and the keys of one text that are no padding, before it or after it."""
-    own: dict[tuple[bool, int], range] = {}  # the queries of self attention, which cross attention has too
-    found = []
+def _unpadded_ranges(record: Record, item: int, target: int) -> list[tuple[range, range]]:
+    """For each layer, the queries and keys of one text without the padding before and after it."""
+    self_queries: dict[tuple[bool, int], range] = {}  # queries of self attention, which cross attention has too
+    ranges = []
     for number, layer in enumerate(record):
-        text = layer.text
-        assert text is not None
-        rows, cols = _tokens(text.padding, item, text.queries), _tokens(text.key_padding, item, text.total)
-        side = number >= target, text.queries
+        _, _, n, m = layer.shape
+        q_padding, k_padding = layer.query_padding, layer.key_padding
+        rows, cols = _unpadded(q_padding, item, n), _unpadded(k_padding, item, m)
+        side = number >= target, n
         if layer.kind == "self":
-            own[side] = rows
-        elif text.key_padding is None:  # what cross attention looks at is known by the layers that made it
-            cols = own.get((False, text.total), cols)
-        found.append((own.get(side, rows), cols))
-    return found
+            self_queries[side] = rows
+        elif k_padding is None:  # the keys of cross attention are the queries of the encoder
+            cols = self_queries.get((False, m), cols)
+        ranges.append((self_queries.get(side, rows), cols))
+    return ranges
 
 
-def _tokens(padding: Tensor | None, item: int, count: int) -> range:
-    """From the first to the last slot of a text that is no padding (B, count)."""
-    real = [] if padding is None or item >= len(padding) else (~padding[item]).nonzero().flatten().tolist()
-    return range(real[0], real[-1] + 1) if real else range(count)
+def _unpadded(padding: Tensor | None, item: int, count: int) -> range:
+    """From the first to the last position of a text that is no padding (B, count)."""
+    tokens = [] if padding is None or item >= len(padding) else (~padding[item]).nonzero().flatten().tolist()
+    return range(tokens[0], tokens[-1] + 1) if tokens else range(count)
 
 
-def _named(
+def _layer_labels(
     layer: LayerRecord,
-    own: list[Any] | None,
-    others: list[Any] | None,
+    q_tokens: list[Any] | None,
+    k_tokens: list[Any] | None,
     rows: range,
     cols: range,
     special: Sequence[str],
     known: dict[Any, Labels],
 ) -> tuple[Labels, Labels]:
-    """The labels of a layer's queries and of its keys, from the tokens of each."""
-    text = layer.text
-    assert text is not None
-    n, m, several = text.queries, text.total, text.shape[0] > 1
-    if layer.kind == "self" and own is not None:
-        if len(text.pieces) > 1 and len(own) == m + 1:
-            own = others = own[:-1]  # the last token was written, not read
-        if n < m == len(own):  # a watch that began in the middle
-            own = own[m - n :]
+    """The labels of a layer's queries and keys."""
+    batch, _, n, m = layer.shape
+    if layer.kind == "self" and q_tokens is not None:
+        if layer.num_chunks > 1 and len(q_tokens) == m + 1:
+            q_tokens = k_tokens = q_tokens[:-1]  # the last token was generated, not read
+        if n < m == len(q_tokens):  # a watch that began in the middle
+            q_tokens = q_tokens[m - n :]
 
-    def labels(what: str, words: list[Any] | None, count: int, inside: range) -> Labels:
-        if words is not None and len(words) == count:
-            words = words[_of(inside)]
-        key = (len(inside), None if words is None else tuple(map(str, words)))
+    def labels(side: str, tokens: list[Any] | None, count: int, inside: range) -> Labels:
+        if tokens is not None and len(tokens) == count:
+            tokens = tokens[_within(inside)]
+        key = (len(inside), None if tokens is None else tuple(map(str, tokens)))
         if key not in known:
-            known[key] = _labels(words, len(inside), special, f"{what} of {layer.name}", several)
+            known[key] = _labels(tokens, len(inside), special, f"{side} of {layer.name}", padded=batch > 1)
         return known[key]
 
-    return labels("queries", own, n, rows), labels("keys", others, m, cols)
+    return labels("queries", q_tokens, n, rows), labels("keys", k_tokens, m, cols)
 
 
-def _labels(words: list[Any] | None, count: int, special: Sequence[str], what: str, padded: bool) -> Labels:
-    if words is None:
+def _labels(tokens: list[Any] | None, count: int, special: Sequence[str], what: str, padded: bool) -> Labels:
+    if tokens is None:
         return Labels.numbers(count)
-    labels = Labels.of(words, special)
+    labels = Labels.of(tokens, special)
     if len(labels) == count:
         return labels
     # Padding of shorter texts in a batch; a key or two that nn.MultiheadAttention may add (add_bias_kv, add_zero_attn).
@@ -287,17 +289,3 @@ def _labels(words: list[Any] | None, count: int, special: Sequence[str], what: s
         received=f"{len(labels)}",
         remedy="those that the model was given; for an encoder and a decoder a pair (source, target)",
     )
-
-
-def _roles(layer: LayerRecord, tokens: list[list[str]] | None) -> list[Role]:
-    """The roles of one layer's heads, as `record.roles()` has them; none where nothing was measured that tells of
-    roles. `tokens`: those of each text of the batch."""
-    if (
-        layer.kind != "self"
-        or layer.uniform is None
-        or not TELLING & scalars(layer).keys() & scalars(layer.uniform).keys()
-    ):
-        return []
-    alone = Record()
-    alone.by_name[layer.name] = layer
-    return list(roles(alone, tokens=tokens))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from regard.errors import bad_type, bad_value
 from regard.heads.capture.cache_tracking import SequenceTracker, trimmed
 from regard.heads.capture.capture import AttentionCapture
-from regard.heads.capture.observed import ObservedCall, evened
+from regard.heads.capture.observed import ObservedCall, with_uniform_weights
 from regard.heads.record.record import LayerRecord, Record
 from regard.heads.record.sequences import Chunk, SequenceRecord, measured, padding, runs
 from regard.masks import Mask
@@ -155,7 +155,7 @@ class watch(AttentionCapture):
         if mask is None or key not in self.baseline_cache:
             if len(self.baseline_cache) > 8:
                 self.baseline_cache.clear()
-            measurements = measured(evened(attention), self.baselines, text, numbers)
+            measurements = measured(with_uniform_weights(attention), self.baselines, text, numbers)
             self.baseline_cache[key] = measurements, attention  # keeps the mask alive, so that no other has its address
         sequence = uniform.text if goes_on else None
         if sequence is None:
@@ -194,8 +194,8 @@ class watch(AttentionCapture):
         if call is None:
             piece.weights = None if attention.weights is None else attention.weights.clone()
             return
-        if attention.everything is not None:
-            call = attention.everything()
+        if attention.global_call is not None:
+            call = attention.global_call()
         # Copies: what a model has in memory it may write over, a cache most of all.
         if attention.cache is not None:  # rotary is applied anew to its keys for every chunk
             piece.call = replace(call, q=call.q.clone(), k=call.k.clone(), v=call.v[:, :, :0], dropout=None)

@@ -23,22 +23,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from regard import tuning
 from regard.kernels import operators
 from regard.kernels.call import Call
 from regard.kernels.reference import weigh_visible
-from regard.kernels.tracing import traced
+from regard.masks import Tile
 from regard.measures import MeasureRun, Strip
-from regard.positions import Bias, DenseBias
+from regard.positions import Bias
+from regard.tracing import traced
 
 __all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not"]
 
 name = "blockwise"
 
 LOG2_E = math.log2(math.e)
-STRIP = 2**19  # scores computed at a time: more does not stay in the caches, fewer make too many steps
-TILE = 128  # keys per tile of the survey that finds what is hidden
-SMALL = 2**16  # up to so many scores the formula in full is quicker, and its memory does not matter
-MANY_ROWS, FEW_ROWS = 256, 64  # with so many rows matrix products run at full speed; below the latter they crawl
 
 
 def why_not(call: Call) -> str | None:
@@ -51,8 +49,13 @@ def worth(call: Call) -> bool:
     batch, heads, n, m = call.shape
     if traced(call.q):
         return True  # one node for compilers, whatever the size
-    few = n <= 32 and call.mask is None and not call.biases and batch * heads * n * m <= 64 * SMALL
-    return batch * heads * n * m > SMALL and not few
+    few = (
+        n <= tuning.FORMULA_QUERIES
+        and call.mask is None
+        and not call.biases
+        and batch * heads * n * m <= 64 * tuning.SMALL
+    )
+    return batch * heads * n * m > tuning.SMALL and not few
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -161,22 +164,13 @@ class _Chunk:
 
     def bias(self, bias: Bias, strip: _Strip) -> Tensor:
         """A bias's block, broadcastable to (c, g * R, n, m)."""
-        if isinstance(bias, DenseBias):
-            parts = [bias.part(self.batch, strip.rows, cols) for cols in strip.runs]
-            block = parts[0] if len(parts) == 1 or bias.weight.shape[3] == 1 else torch.cat(parts, -1)
-        else:
-            q_positions, k_positions = self.positions(strip)
-            return self.own(bias).block(q_positions, k_positions).to(self.call.dtype)
-        return (block[:, self.heads] if block.shape[1] > 1 else block).to(self.call.dtype)
+        blocks = [bias.evaluate(self.tile(strip, cols), self.heads) for cols in strip.runs]
+        same = len(blocks) == 1 or (bias.is_dense and bias.weight.shape[3] == 1)
+        return (blocks[0] if same else torch.cat(blocks, -1)).to(self.call.dtype)
 
-    def own(self, bias: Bias) -> Bias:
-        """A bias of the chunk's heads alone (and of its batch items: a weight leads with a batch only under vmap)."""
-        return bias.with_weight(_rows_of(bias.weight, self.batch)[..., self.heads])
-
-    def positions(self, strip: _Strip) -> tuple[Tensor, Tensor]:
-        """Where the strip's queries (1|c, n) and its visible keys (1|c, m) stand."""
-        keys = [self.call.keys_positions(cols, self.batch) for cols in strip.runs]
-        return self.call.query_positions(strip.rows, self.batch), keys[0] if len(keys) == 1 else torch.cat(keys, -1)
+    def tile(self, strip: _Strip, cols: slice) -> Tile:
+        """The strip's rows against some keys."""
+        return self.call.tile(self.batch, strip.rows, cols)
 
     def kept(self, strip: _Strip) -> Tensor:
         """Dropout's 1 and 0: (c * g, R * n, m)."""
@@ -231,7 +225,7 @@ class _Chunk:
     def block(self, strip: _Strip, cols: slice) -> Tensor:
         """The mask's block of the strip's rows and some keys, of the chunk's heads."""
         assert self.call.mask is not None
-        visible = self.call.mask.block(self.call.tile(self.batch, strip.rows, cols))
+        visible = self.call.mask.block(self.tile(strip, cols))
         return visible[:, self.heads] if visible.shape[1] > 1 else visible
 
 
@@ -350,7 +344,7 @@ def _backward(
 
 def _chunks(call: Call, height: int, width: int, *, together: bool = False) -> Iterator[_Chunk]:
     """Cut a call into chunks of batch items and kv heads (or all of these `together`), and each into strips of at most
-    about STRIP scores."""
+    about `tuning.STRIP` scores."""
     batch, heads, queries, keys = call.shape
     groups = call.k.shape[1]
     if not (batch and heads and queries):
@@ -358,13 +352,13 @@ def _chunks(call: Call, height: int, width: int, *, together: bool = False) -> I
     shared = heads // groups
     seen = _seen(call)
     one = shared * max(seen, 1)  # scores of one row of one kv head
-    rows = height or min(_rows(one, groups), queries if seen == keys else MANY_ROWS)
-    g = min(groups, max(1, STRIP // (one * min(rows, queries))))
+    rows = height or min(_rows(one, groups), queries if seen == keys else tuning.MANY_ROWS)
+    g = min(groups, max(1, tuning.STRIP // (one * min(rows, queries))))
     if together:
-        g, rows = groups, min(rows, max(1, 4 * STRIP // (one * groups)))
-    c = min(batch, max(1, STRIP // (one * g * min(rows, queries)))) if g == groups and rows >= queries else 1
-    survey = _survey(call, rows, width or min(TILE, max(keys, 1)))
-    careful = call.mask is not None and not _finite(call.k, call.v)
+        g, rows = groups, min(rows, max(1, 4 * tuning.STRIP // (one * groups)))
+    c = min(batch, max(1, tuning.STRIP // (one * g * min(rows, queries)))) if g == groups and rows >= queries else 1
+    survey = _survey(call, rows, width or min(tuning.TILE, max(keys, 1)))
+    careful = call.mask is not None and not call.keys_are_finite
     for b in range(0, batch, c):
         items = slice(b, min(b + c, batch))
         strips = [_strip(*row) for row in survey(items)]
@@ -375,21 +369,24 @@ def _chunks(call: Call, height: int, width: int, *, together: bool = False) -> I
 
 
 def _seen(call: Call) -> int:
-    """How many keys a strip of MANY_ROWS sees at most: in a long text with a window few of them all."""
+    """How many keys a strip of `tuning.MANY_ROWS` sees at most: in a long text with a window few of them all."""
     _, _, queries, keys = call.shape
-    if call.mask is None or queries * keys < 8 * STRIP:
+    if call.mask is None or queries * keys < 8 * tuning.STRIP:
         return keys
-    some = call.mask.survey(call.grid(MANY_ROWS, TILE)).some
-    tiles = some.any(0).expand(-1, -(-keys // TILE)).sum(-1).max()
-    return min(keys, int(tiles) * TILE)
+    some = call.mask.survey(call.grid(tuning.MANY_ROWS, tuning.TILE)).some
+    tiles = some.any(0).expand(-1, -(-keys // tuning.TILE)).sum(-1).max()
+    return min(keys, int(tiles) * tuning.TILE)
 
 
 def _rows(one: int, groups: int) -> int:
     """Rows of a strip, where a row has `one` scores per kv head: many, for the sake of the matrix products; but the
     longer the text the fewer, for memory's sake."""
-    if one * groups * MANY_ROWS <= STRIP:
-        return STRIP // (one * groups)
-    return min(MANY_ROWS, max(2 * STRIP // one, FEW_ROWS if FEW_ROWS * one <= 8 * STRIP else 1))
+    if one * groups * tuning.MANY_ROWS <= tuning.STRIP:
+        return tuning.STRIP // (one * groups)
+    return min(
+        tuning.MANY_ROWS,
+        max(2 * tuning.STRIP // one, tuning.FEW_ROWS if tuning.FEW_ROWS * one <= 8 * tuning.STRIP else 1),
+    )
 
 
 def _survey(call: Call, rows: int, width: int):
@@ -449,16 +446,11 @@ def _add_product(into: Tensor, runs: list[slice], weights: Tensor, rows: Tensor,
 
 def _add_bias_gradient(chunk: _Chunk, strip: _Strip, bias: Bias, gradient: Tensor, into: Tensor) -> None:
     """Add the gradient (c, g * R, n, m) of a strip to that of a bias, summed over the axes on which it is broadcast."""
-    if not isinstance(bias, DenseBias):
-        into = _rows_of(into, chunk.batch)[..., chunk.heads]
-        chunk.own(bias).block_gradient(gradient, *chunk.positions(strip), into)
-        return
     at = 0
     for cols in strip.runs:
-        part = bias.part(chunk.batch, strip.rows, cols, of=into)
-        part = part[:, chunk.heads] if part.shape[1] > 1 else part
-        _sum_into(part, gradient[..., at : at + cols.stop - cols.start])
-        at += cols.stop - cols.start
+        size = cols.stop - cols.start
+        bias.add_gradient(gradient[..., at : at + size], chunk.tile(strip, cols), into, chunk.heads)
+        at += size
 
 
 def _sum_into(into: Tensor, x: Tensor) -> None:
@@ -473,11 +465,6 @@ def _rows_of(x: Tensor, batch: slice) -> Tensor:
 
 def _numbers(run: slice, like: Tensor) -> Tensor:
     return torch.arange(run.start, run.stop, device=like.device)
-
-
-def _finite(*tensors: Tensor) -> bool:
-    total = sum(x.sum(dtype=torch.float64 if x.dtype is torch.float64 else torch.float32) for x in tensors)
-    return bool(torch.isfinite(torch.as_tensor(total)))
 
 
 class _Loops:

@@ -20,18 +20,23 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from regard.kernels.dropout import Dropout
-from regard.masks import Grid, Mask, Tile
+from regard.masks import And, Grid, Mask, Tile, conjuncts
 from regard.measures import MeasureRun
 from regard.positions import Bias
 
 __all__ = ["Call", "Kernel", "accumulation_dtype"]
+
+_T = TypeVar("_T")
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -47,6 +52,8 @@ class Call:
 
     Positions are None where they are contiguous: keys 0..M-1, queries `q_start`, `q_start` + 1, ...
     Every tensor but q, k, v leads with a batch axis of 1 or B, so that vmap can fold its axis into the batch.
+
+    What kernels derive of a call (its mask taken apart, lowered biases, ...) goes through `derive` and is kept on it.
     """
 
     q: Tensor  # (B, H, N, D)
@@ -72,6 +79,49 @@ class Call:
     def dtype(self) -> torch.dtype:
         """The dtype to accumulate in."""
         return accumulation_dtype(self.q.dtype)
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether queries and keys stand one after another, and `q_start` says where."""
+        return self.positions is None and self.key_positions is None
+
+    def derive(self, compute: Callable[[Call], _T]) -> _T:
+        """`compute(self)`, kept for whoever asks next. `replace` gives a call of which nothing is derived yet."""
+        if torch.compiler.is_compiling():
+            return compute(self)
+        kept: dict[Any, Any] = self.__dict__.setdefault("_derived", {})
+        if compute not in kept:
+            kept[compute] = compute(self)
+        return cast("_T", kept[compute])
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        """The parts of the mask that must all agree, without those that hide nothing."""
+        return () if self.mask is None else self.derive(_parts)
+
+    @property
+    def keys_are_finite(self) -> bool:
+        """Whether no key and no value is NaN or inf (or so large that their sum is). Waits for the device."""
+        return self.derive(_keys_are_finite)
+
+    @property
+    def queries_are_finite(self) -> bool:
+        """The same of the queries."""
+        return self.derive(_queries_are_finite)
+
+    def simplified(self) -> Call:
+        """The same call without the parts of its mask that hide nothing."""
+        if self.mask is None or len(self.parts) == len(self.derive(_conjuncts)):
+            return self
+        simple = replace(self, mask=functools.reduce(And, self.parts) if self.parts else None)
+        simple.__dict__["_derived"] = {_parts: self.parts}
+        return simple
+
+    def detached(self) -> Call:
+        """The same call without gradients and dropout, for observers. What was derived of it stays."""
+        plain = replace(self.with_learned([x.detach() for x in self.learned()]), dropout=None)
+        plain.__dict__["_derived"] = self.__dict__.setdefault("_derived", {})
+        return plain
 
     def learned(self) -> list[Tensor]:
         """What may have a gradient: q, k, v, the sinks (where there are any), the biases' weights."""
@@ -106,13 +156,13 @@ class Call:
 
     def whole(self) -> Tile:
         """The whole plane as one tile."""
-        return self.tile(slice(None), slice(0, self.q.shape[2]), slice(0, self.k.shape[2]))
+        return self.derive(_whole)
 
     def part(self, q: Tensor, k: Tensor, v: Tensor, heads: slice, rows: slice, cols: slice) -> Call:
         """The same attention for some heads, queries and keys alone, which are given (B, h, n, D), (B, g, m, D) and
         (B, g, m, E): what hides, adds and places is cut to fit. Without dropout, whose numbers are the whole's."""
         tile = self.tile(slice(None), rows, cols)
-        contiguous = self.positions is None and self.key_positions is None
+        contiguous = self.contiguous
         return replace(
             self,
             q=q,
@@ -120,7 +170,7 @@ class Call:
             v=v,
             q_start=self.q_start + rows.start - cols.start if contiguous else self.q_start,
             mask=None if self.mask is None else self.mask.part(tile, heads, cols.start if contiguous else 0),
-            biases=tuple(bias.with_weight(bias.weight[bias.where(heads, rows, cols)]) for bias in self.biases),
+            biases=tuple(bias.part(tile, heads) for bias in self.biases),
             positions=None if contiguous else tile.q_positions,
             key_positions=None if contiguous else tile.k_positions,
             sinks=None if self.sinks is None else self.sinks[:, heads],
@@ -131,6 +181,35 @@ class Call:
         """The whole plane cut into tiles, as masks want it."""
         tile = self.whole()
         return Grid(self.q.shape[2], self.k.shape[2], height, width, tile.q_positions, tile.k_positions)
+
+
+def _conjuncts(call: Call) -> tuple[Mask, ...]:
+    return tuple(conjuncts(call.mask))
+
+
+def _parts(call: Call) -> tuple[Mask, ...]:
+    parts = call.derive(_conjuncts)
+    if not call.contiguous or torch.compiler.is_exporting():
+        return parts
+    return tuple(part for part in parts if not part.sees_all(call.q_start, *call.shape[2:]))
+
+
+def _whole(call: Call) -> Tile:
+    return call.tile(slice(None), slice(0, call.q.shape[2]), slice(0, call.k.shape[2]))
+
+
+def _keys_are_finite(call: Call) -> bool:
+    return _sums_are_finite(call.k, call.v)
+
+
+def _queries_are_finite(call: Call) -> bool:
+    return _sums_are_finite(call.q)
+
+
+def _sums_are_finite(*tensors: Tensor) -> bool:
+    """(torch adds up bfloat16 in float32 and rounds the sum alone, which has the same range. float16 has not.)"""
+    wide = {torch.float16: torch.float32}
+    return all(math.isfinite(x.detach().sum(dtype=wide.get(x.dtype)).item()) for x in tensors)
 
 
 class Kernel(Protocol):

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from regard.kernels.tracing import traced
+from regard.tracing import traced
 
 __all__ = ["Dropout", "new_seed", "threshold_of"]
 

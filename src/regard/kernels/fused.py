@@ -5,30 +5,23 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from regard import tuning
 from regard.kernels import blockwise
 from regard.kernels.call import Call
 from regard.kernels.operators import first_derivatives_only
-from regard.kernels.tracing import in_torch_func, traced
-from regard.masks import Causal, Mask, conjuncts
+from regard.masks import Causal, Mask
 from regard.measures import MeasureRun
-from regard.positions import DenseBias
+from regard.tracing import in_torch_func, traced
 
 __all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not"]
 
 name = "fused"
 
-# A mask that torch wants dense costs N x M memory, and what it hides is computed all the same. So there are limits:
-DENSE_LIMIT = 2**24  # elements that may be made dense
-SURVEY_FROM = 2**20  # from this many pairs on, look how much of them is hidden
-FEW_QUERIES_KEYS = 2**25  # numbers of keys that are made float32 at once, where that is the quicker way
 GROUPS_ON_CPU = torch.__version__ >= "2.13"  # torch 2.8 is silently wrong there with fewer kv heads than query heads
-MOSTLY_HIDDEN = 0.5  # and leave it to a kernel that skips what is hidden where less than this is visible
 
 
 def why_not(call: Call) -> str | None:
@@ -54,12 +47,12 @@ def why_not(call: Call) -> str | None:
         return "under torch.func it falls back to the N x M matrix"
     if torch.is_grad_enabled() and any(b.weight.requires_grad for b in call.biases):
         return "it gives no gradient to a bias"
-    causal, rest = _split(call)
+    causal, rest = call.derive(_split)
     if (rest or call.biases) and torch.onnx.is_in_onnx_export():
         return "in ONNX a row that may see nothing would get the mean of the values"
     if (rest or call.biases) and not torch.compiler.is_exporting():
         count = _dense_size(call, rest or (call.mask is not None and causal))
-        if count > DENSE_LIMIT:
+        if count > tuning.DENSE_LIMIT:
             return f"it needs the mask and bias as a dense tensor, {count * call.q.element_size() / 2**20:.0f} MB of it"
         hidden = _mostly_hidden(call)
         if hidden:
@@ -85,18 +78,22 @@ def _formula_is_faster(call: Call) -> bool:
         return False
     _, heads, n, m = call.shape
     groups, width = call.k.shape[1], call.k.shape[3]
-    if n > 32:
+    numbers = groups * m * width  # in the keys of one batch item
+    if n > tuning.FORMULA_QUERIES or not 0 < numbers <= tuning.FORMULA_KEYS:
         return False
-    if not 0 < groups * m * width <= FEW_QUERIES_KEYS or (torch.is_grad_enabled() and call.q.requires_grad):
+    if torch.is_grad_enabled() and call.q.requires_grad:
         return False
     if call.q.dtype is torch.float32:
-        return n <= 8 and heads > groups and groups * m * width >= 2**18
-    return n <= 2 if call.q.dtype is torch.bfloat16 else call.q.dtype is torch.float16
+        few = n <= tuning.FORMULA_QUERIES_FLOAT32
+        return few and heads > groups and numbers >= tuning.FORMULA_KEYS_FLOAT32
+    if call.q.dtype is torch.bfloat16:
+        return n <= tuning.FORMULA_QUERIES_BFLOAT16
+    return call.q.dtype is torch.float16
 
 
 def output(call: Call) -> Tensor:
     """(B, H, N, E)"""
-    mask, causal = _operands(call)
+    mask, causal = call.derive(_operands)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (call.q, call.k, call.v))
     out = F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal, scale=call.scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -115,7 +112,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp. torch gives the latter on CPU alone and without a gradient, so it is detached."""
     if call.q.device.type != "cpu":
         raise NotImplementedError("fused: torch returns the log-sum-exp on CPU only; remedy: kernel='blockwise'")
-    mask, causal = _operands(call)
+    mask, causal = call.derive(_operands)
     q, k, v = (x.detach() if x.stride(-1) == 1 else x.detach().contiguous() for x in (call.q, call.k, call.v))
     if mask is not None and mask.dtype is torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
@@ -140,23 +137,15 @@ def forward_measured(call: Call, survey: MeasureRun, *, output: bool = True) -> 
     return (out if output else None), lse
 
 
-def _contiguous(call: Call) -> bool:
-    return call.positions is None and call.key_positions is None
-
-
 def _split(call: Call) -> tuple[bool, tuple[Mask, ...]]:
     """Whether torch's `is_causal` says a part of the mask, and the parts that are left and hide something."""
-    _, _, n, m = call.shape
+    m = call.shape[3]
     causal, rest = False, []
-    if call.mask is None:
-        return causal, ()
-    for part in conjuncts(call.mask):
-        if type(part) is Causal and _contiguous(call) and call.q_start >= m - 1:
+    for part in call.parts:
+        if type(part) is Causal and call.contiguous and call.q_start >= m - 1:
             continue
-        if type(part) is Causal and _contiguous(call) and call.q_start == 0:
+        if type(part) is Causal and call.contiguous and call.q_start == 0:
             causal = True  # torch aligns the first query with the first key
-            continue
-        if _contiguous(call) and not torch.compiler.is_exporting() and part.sees_all(call.q_start, n, m):
             continue
         rest.append(part)
     return causal, tuple(rest)
@@ -164,7 +153,7 @@ def _split(call: Call) -> tuple[bool, tuple[Mask, ...]]:
 
 def _operands(call: Call) -> tuple[Tensor | None, bool]:
     """The dense mask, boolean or float, or None; and `is_causal`. Never both: torch's paths disagree on it."""
-    causal, rest = _split(call)
+    causal, rest = call.derive(_split)
     if not rest and not call.biases:
         return None, causal
     tile = call.whole()
@@ -173,8 +162,7 @@ def _operands(call: Call) -> tuple[Tensor | None, bool]:
         visible = part.block(tile) if visible is None else visible & part.block(tile)
     added = None
     for bias in call.biases:
-        block = bias.weight if isinstance(bias, DenseBias) else bias.block(tile.q_positions, tile.k_positions)
-        added = block if added is None else added + block
+        added = bias.evaluate(tile) if added is None else added + bias.evaluate(tile)
     if added is None:
         assert visible is not None
         return _full(visible, call), False
@@ -190,10 +178,10 @@ def _full(mask: Tensor, call: Call) -> Tensor:
 def _dense_size(call: Call, masked: object) -> int:
     """Elements of the dense mask that torch would be given (a tensor of the caller's own costs nothing more)."""
     batch, heads, n, m = call.shape
-    per_head = any(not isinstance(b, DenseBias) or b.weight.shape[1] > 1 for b in call.biases)
-    per_item = any(isinstance(b, DenseBias) and b.weight.shape[0] > 1 for b in call.biases)
+    per_head = any(bias.per_head for bias in call.biases)
+    per_item = any(bias.per_item for bias in call.biases)
     per_item = per_item or (call.mask is not None and bool(masked) and batch > 1)
-    if len(call.biases) == 1 and isinstance(call.biases[0], DenseBias) and not masked:
+    if len(call.biases) == 1 and call.biases[0].is_dense and not masked:
         return 0
     return (batch if per_item else 1) * (heads if per_head else 1) * n * m
 
@@ -201,11 +189,11 @@ def _dense_size(call: Call, masked: object) -> int:
 def _mostly_hidden(call: Call) -> str | None:
     """In words, where a large part of a large plane is hidden: a kernel that skips it is faster."""
     _, _, n, m = call.shape
-    if call.mask is None or torch.compiler.is_compiling() or n * m < SURVEY_FROM:
+    if call.mask is None or torch.compiler.is_compiling() or n * m < tuning.SURVEY_FROM:
         return None
     some = call.mask.survey(call.grid(128, 128)).some
     visible = some.float().mean().item() if some.numel() > 1 else 1.0
-    return f"it would compute the {1 - visible:.0%} that is hidden" if visible < MOSTLY_HIDDEN else None
+    return f"it would compute the {1 - visible:.0%} that is hidden" if visible < tuning.MOSTLY_HIDDEN else None
 
 
 def _may_leak(call: Call) -> bool:
@@ -213,20 +201,14 @@ def _may_leak(call: Call) -> bool:
     other devices the answer would have to be waited for."""
     if call.q.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return not _sums_are_finite(call.k, call.v)
+    return not call.keys_are_finite
 
 
 def _swallows(call: Call) -> bool:
     """torch takes a row whose scores are all NaN for one that may see nothing, so a query of NaN would get 0."""
     if call.q.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return not _sums_are_finite(call.q)
-
-
-def _sums_are_finite(*tensors: Tensor) -> bool:
-    """(torch adds up bfloat16 in float32 and rounds the sum alone, which has the same range. float16 has not.)"""
-    wide = {torch.float16: torch.float32}
-    return all(math.isfinite(x.detach().sum(dtype=wide.get(x.dtype)).item()) for x in tensors)
+    return not call.queries_are_finite
 
 
 def _runs_fused(call: Call) -> bool:
@@ -238,7 +220,7 @@ def _runs_fused(call: Call) -> bool:
         )
     if torch.compiler.is_compiling():
         return q.device.type == "cuda" and q.dtype is not torch.float64
-    mask, causal = _operands(call)
+    mask, causal = call.derive(_operands)
     k, v = call.k, call.v
     return (
         torch.ops.aten._fused_sdp_choice(

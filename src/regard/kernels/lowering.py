@@ -5,7 +5,7 @@
     Keep, Hide                the caller's boolean tensor
     Alibi, RelativeBias       one number per head and *distance*: each row of (N, M) is the same vector, shifted by one,
                               so a view with a row stride of -1 says it all in O(N + M) memory
-    anything else             evaluated in full, up to `DENSE_LIMIT` pairs
+    anything else             evaluated in full, up to `tuning.DENSE_LIMIT` pairs
 
 Letters: B batch, H query heads, N queries, M keys.
 """
@@ -19,22 +19,9 @@ import torch
 from torch import Tensor
 
 from regard.kernels.call import Call
-from regard.masks import Causal, Documents, Hide, Keep, Mask, Padding, Window, conjuncts
-from regard.positions import Bias, DenseBias
-from regard.positions.bias import Buckets, Slopes
+from regard.masks import Causal, Documents, Hide, Keep, Mask, Padding, Tile, Window
 
-__all__ = [
-    "DENSE_LIMIT",
-    "Added",
-    "Visible",
-    "bias_gradients",
-    "lower_biases",
-    "lower_mask",
-    "new_gradient",
-    "pairs_to_evaluate",
-]
-
-DENSE_LIMIT = 2**24  # pairs of a mask or a bias that may be evaluated in full
+__all__ = ["Added", "Visible", "bias_gradients", "lower_biases", "lower_mask", "new_gradient", "pairs_to_evaluate"]
 
 
 @dataclass
@@ -63,13 +50,12 @@ def pairs_to_evaluate(call: Call) -> int:
     batch, heads, n, m = call.shape
     mask = 0
     if call.mask is not None:
-        parts = list(conjuncts(call.mask))
-        planes = [part for part in parts if not _as_numbers(part, call)]
-        planes += [part for part in parts if type(part) is Documents][1:]  # (one is two rows of integers)
-        rows = [part for part in parts if isinstance(part, Padding) and part.keep is not None]  # maybe with holes
+        planes = [part for part in call.parts if not _as_numbers(part, call)]
+        planes += [part for part in call.parts if type(part) is Documents][1:]  # (one is two rows of integers)
+        rows = [part for part in call.parts if isinstance(part, Padding) and part.keep is not None]  # maybe with holes
         if any(type(part) not in (Keep, Hide) for part in planes) or (planes and len(planes) + len(rows) > 1):
             mask = batch * n * m * (1 if call.mask.shared_by_heads() else heads)
-    if all(type(bias) is DenseBias for bias in call.biases) and len(call.biases) <= 1:
+    if all(bias.is_dense for bias in call.biases) and len(call.biases) <= 1:
         return mask
     return mask if _by_distance(call) else max(mask, batch * heads * n * m)
 
@@ -77,7 +63,7 @@ def pairs_to_evaluate(call: Call) -> int:
 def _as_numbers(part: Mask, call: Call) -> bool:
     """Whether a part of a mask is told by a few numbers, without a tensor of pairs."""
     if type(part) in (Causal, Window):
-        return call.positions is None and call.key_positions is None
+        return call.contiguous
     return type(part) in (Padding, Documents)
 
 
@@ -86,7 +72,7 @@ def lower_mask(call: Call) -> Visible:
     seen = Visible()
     batch, _, n, _ = call.shape
     rest: list[Mask] = []
-    for part in conjuncts(call.mask):
+    for part in call.parts:
         if not _as_numbers(part, call):
             rest.append(part)
         elif type(part) is Causal:
@@ -146,13 +132,12 @@ def lower_biases(call: Call) -> Added | None:
     if not call.biases:
         return None
     if _by_distance(call):
-        origin, distances = _distances(call)
-        total = _sum([bias.block(origin, distances) for bias in call.biases]).contiguous()  # (1|B, H, 1, N + M - 1)
+        tile = _distances(call)
+        total = _sum([bias.evaluate(tile) for bias in call.biases]).contiguous()  # (1|B, H, 1, N + M - 1)
         strides = broadcast_strides(total)
         return Added(total, n - 1, (strides[0], strides[1], -1, 1))
     tile = call.whole()
-    blocks = [b.weight if type(b) is DenseBias else b.block(tile.q_positions, tile.k_positions) for b in call.biases]
-    total = _sum(blocks)
+    total = _sum([bias.evaluate(tile) for bias in call.biases])
     return Added(total, 0, broadcast_strides(total))
 
 
@@ -164,35 +149,26 @@ def new_gradient(added: Added) -> Added:
 
 def bias_gradients(call: Call, gradient: Tensor, wanted: list[bool]) -> list[Tensor]:
     """From the gradient of what `lower_biases` gave to those of the biases' weights, the unwanted left out."""
-    if _by_distance(call):
-        q_positions, k_positions = _distances(call)
-    else:
-        tile = call.whole()
-        q_positions, k_positions = tile.q_positions, tile.k_positions
+    tile = _distances(call) if _by_distance(call) else call.whole()
     results = []
     for bias, want in zip(call.biases, wanted, strict=True):
-        if not want:
-            continue
-        if type(bias) is DenseBias:
-            into = gradient.sum_to_size(bias.weight.shape)
-        else:
+        if want:
             into = torch.zeros_like(bias.weight, dtype=gradient.dtype)
-            bias.block_gradient(gradient, q_positions, k_positions, into)
-        results.append(into.to(bias.weight.dtype))
+            bias.add_gradient(gradient, tile, into)
+            results.append(into.to(bias.weight.dtype))
     return results
 
 
 def _by_distance(call: Call) -> bool:
     """Whether the biases depend on nothing but how far a key is ahead of its query."""
-    kinds: tuple[type[Bias], ...] = (Slopes, Buckets)
-    return call.positions is None and call.key_positions is None and all(type(b) in kinds for b in call.biases)
+    return call.contiguous and all(bias.by_distance for bias in call.biases)
 
 
-def _distances(call: Call) -> tuple[Tensor, Tensor]:
-    """One query at 0 and keys at every distance that occurs, (1, 1) and (1, N + M - 1)."""
+def _distances(call: Call) -> Tile:
+    """One query at 0 against keys at every distance that occurs, N + M - 1 of them."""
     _, _, n, m = call.shape
     first = -(call.q_start + n - 1)
-    return torch.zeros(1, 1, dtype=torch.int64), torch.arange(first, first + n + m - 1)[None]
+    return Tile.at(torch.zeros(1, 1, dtype=torch.int64), torch.arange(first, first + n + m - 1)[None])
 
 
 def _sum(blocks: list[Tensor]) -> Tensor:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard import tuning
 from regard.kernels import blockwise, fused, operators
 from regard.kernels import native_library as library
 from regard.kernels.call import Call
 from regard.kernels.dropout import Dropout, threshold_of
 from regard.kernels.lowering import (
-    DENSE_LIMIT,
     Added,
     Visible,
     bias_gradients,
@@ -49,7 +49,6 @@ name = "native"
 
 WIDEST = 256  # numbers of a head
 MOST = (2**31 - 1) // 2  # queries, and keys
-FEW_QUERIES = 16  # up to so many it is memory that counts, and not products
 
 
 def why_not(call: Call) -> str | None:
@@ -71,7 +70,7 @@ def why_not(call: Call) -> str | None:
         return f"there are more than {MOST} queries or keys, which it counts in 32 bits"
     if call.q.shape[3] > WIDEST or call.v.shape[3] > WIDEST:
         return f"heads are wider than {WIDEST}"
-    if (call.mask is not None or call.biases) and pairs_to_evaluate(call) > DENSE_LIMIT:
+    if (call.mask is not None or call.biases) and call.derive(pairs_to_evaluate) > tuning.DENSE_LIMIT:
         return "it would need the mask or the bias as a dense tensor, a large one"
     return None
 
@@ -79,7 +78,7 @@ def why_not(call: Call) -> str | None:
 def worth(call: Call) -> bool:
     """Wherever it can serve: no size is so small that torch's own kernel takes fewer microseconds. But on CPUs with AMX
     tiles, which that one uses and this one does not, bfloat16 in bulk is left to it."""
-    if not library.has_amx or call.q.dtype is not torch.bfloat16 or call.q.shape[2] <= FEW_QUERIES:
+    if not library.has_amx() or call.q.dtype is not torch.bfloat16 or call.q.shape[2] <= tuning.AMX_QUERIES:
         return True
     return fused.why_not(call) is not None
 
@@ -152,7 +151,7 @@ def _is_known(one: Measure, call: Call, plane: Plane) -> bool:
         return False
     if isinstance(one, Heatmap) and (plane.padding is not None or plane.key_padding is not None):
         return False  # texts of several lengths have cells of several sizes
-    if type(one) in (Distance, Offset, Offsets) and not (call.positions is None and call.key_positions is None):
+    if type(one) in (Distance, Offset, Offsets) and not call.contiguous:
         return False
     return type(one) in _KNOWN
 
@@ -191,15 +190,15 @@ def _packed(call: Call, out: Tensor | None, lse: Tensor, places: dict[str, Any] 
     q, k, v = _in_rows(call.q), _in_rows(call.k), _in_rows(call.v)
     batch, heads, n, width = q.shape
     _, groups, m, value_width = v.shape
-    seen = _ALL if call.mask is None else lower_mask(call)
-    added = lower_biases(call) if call.biases else None
+    seen = _ALL if call.mask is None else call.derive(lower_mask)
+    added = call.derive(lower_biases) if call.biases else None
     sinks = None if call.sinks is None else call.sinks.detach().to(torch.float32)
     drop = call.dropout
     dense, documents = seen.dense, seen.documents
     found = _NO_STATISTICS if places is None else _statistics(places)
     packed = CALL.pack(
         CALL.size,
-        library.instruction_set,
+        library.isa(),
         torch.get_num_threads(),
         DTYPES[q.dtype],
         seen.causal,

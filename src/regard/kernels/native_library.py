@@ -79,25 +79,37 @@ class Library(NamedTuple):
             raise RuntimeError(f"native kernel: {_STATUS.get(status, f'status {status}')}")
 
 
-def _named_instruction_set() -> int:
-    """Which one to use, as the library counts them: the best (0), or the one that REGARD_ISA names."""
-    name = os.environ.get("REGARD_ISA", "auto")
-    if name not in INSTRUCTION_SETS:
-        raise bad_value("REGARD_ISA", expected=f"one of {', '.join(INSTRUCTION_SETS)}", received=repr(name))
-    return INSTRUCTION_SETS.index(name)
+# Looked for at first use, not at import.
+_found: tuple[Library | None, str | None] | None = None  # the library, or why there is none
+instruction_set: int | None = None  # which one to use, as the library counts them
 
 
-instruction_set = _named_instruction_set()
+def isa() -> int:
+    """The instruction set to use: the best of this CPU (0), or the one that REGARD_ISA names."""
+    global instruction_set
+    if instruction_set is None:
+        name = os.environ.get("REGARD_ISA", "auto")
+        if name not in INSTRUCTION_SETS:
+            raise bad_value("REGARD_ISA", expected=f"one of {', '.join(INSTRUCTION_SETS)}", received=repr(name))
+        instruction_set = INSTRUCTION_SETS.index(name)
+    return instruction_set
+
+
+def _find_once() -> tuple[Library | None, str | None]:
+    global _found
+    if _found is None:
+        _found = find(FILE)
+    return _found
 
 
 def load() -> Library | None:
-    """The library, or None where there is none, or where REGARD_NATIVE=0 turned it off before regard was imported."""
-    return _found[0]
+    """The library, or None where there is none, or where REGARD_NATIVE=0 turned it off before it was first used."""
+    return _find_once()[0]
 
 
 def why_not() -> str | None:
     """In words, where `load` gives None."""
-    return _found[1]
+    return _find_once()[1]
 
 
 @functools.lru_cache(1)
@@ -135,8 +147,8 @@ def find(file: Path) -> tuple[Library | None, str | None]:
     return Library(handle, INSTRUCTION_SETS[handle.regard_best_isa()]), None
 
 
-def _has_amx() -> bool:
-    """Whether the CPU has tiles for products of bfloat16 (the first lines of the file are of the first core)."""
+@functools.cache
+def _amx() -> bool:
     try:
         with open("/proc/cpuinfo") as lines:
             return "amx_bf16" in lines.read(8192)
@@ -144,5 +156,12 @@ def _has_amx() -> bool:
         return False
 
 
-has_amx = _has_amx()
-_found = find(FILE)  # now, and not when first asked: compilers trace the question
+def has_amx() -> bool:
+    """Whether the CPU has tiles for products of bfloat16 (the first lines of the file are of the first core)."""
+    return _amx()
+
+
+# Compilers ask these two and take the answer for a constant, instead of tracing into ctypes and files: this mark is
+# what `torch.compiler.assume_constant_result` sets, without its import of the compiler.
+for _constant in (why_not, has_amx):
+    _constant._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,7 +21,8 @@ from torch._decomp import register_decomposition
 from regard.kernels import reference
 from regard.kernels.call import Call, accumulation_dtype
 from regard.kernels.call_schema import Flat, flatten, unflatten
-from regard.kernels.tracing import traced
+from regard.kernels.precision import fixed_precision
+from regard.tracing import traced
 
 __all__ = ["Loops", "first_derivatives_only", "new_output", "register"]
 
@@ -125,14 +125,14 @@ def _define(name: str, loops: Loops) -> _Operators:
 
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
         *flat, height, width = args
-        with _no_autocast(args[0]):
+        with fixed_precision(args[0]):
             return loops.forward(unflatten(Flat(*flat)), height, width)
 
     def backward(
         out: Tensor, lse: Tensor, d_out: Tensor, d_lse: Tensor, wanted: list[bool], *args: Any
     ) -> list[Tensor]:
         *flat, height, width = args
-        with _no_autocast(out):
+        with fixed_precision(out):
             return loops.backward(unflatten(Flat(*flat)), out, lse, d_out, d_lse, wanted, height, width)
 
     _LIBRARY.impl(name, forward, "CompositeExplicitAutograd")
@@ -211,7 +211,7 @@ def _eager_function(ops: _Operators) -> type[torch.autograd.Function]:
             out, lse, *learned = ctx.saved_tensors
             d_out, d_lse = d_output
             wanted = list(ctx.needs_input_grad[3:])
-            with _no_autocast(out), torch.no_grad():
+            with fixed_precision(out), torch.no_grad():
                 made = ops.loops.backward(ctx.call.with_learned(learned), out, lse, d_out, d_lse, wanted, *ctx.sides)
             made = iter(first_derivatives_only(ops.name, made, d_out, *learned))
             return None, None, None, *(next(made) if want else None for want in wanted)
@@ -320,13 +320,6 @@ def _no_second_derivative(name: str) -> NotImplementedError:
         f"second derivatives: kernel {name!r} gives first derivatives only; remedy: kernel='reference', "
         "which gives derivatives of any order"
     )
-
-
-def _no_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """Loops have chosen their dtypes: autocast must not change them within."""
-    if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
-        return nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
 
 
 def _differentiable(pieces: Any, tensors: Any) -> list[Any]:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from regard.kernels.call import Call
 from regard.measures import MeasureRun, Strip
-from regard.positions import DenseBias
 
 __all__ = ["STAGES", "backward", "forward", "forward_measured", "name", "output", "scores", "weights", "why_not"]
 
@@ -43,7 +42,7 @@ def scores(call: Call, stage: str = "biased") -> Tensor:
         return s
     tile = call.whole()
     for bias in call.biases:
-        s = s + (bias.weight if isinstance(bias, DenseBias) else bias.block(tile.q_positions, tile.k_positions))
+        s = s + bias.evaluate(tile)
     if call.mask is not None:
         s = s.masked_fill(~call.mask.block(tile), float("-inf"))
     return s

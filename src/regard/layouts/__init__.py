@@ -1,5 +1,5 @@
-"""The same weights as others name and pack them, one file per layout, both directions; and `swap`, which puts ours
-where an `nn.MultiheadAttention` was."""
+"""Convert attention weights from and to the names and packing of other libraries, one file per layout; and `swap`,
+which replaces `nn.MultiheadAttention`."""
 
 from regard.layouts.convert import export, load, load_block, names
 from regard.layouts.rotary_pairs import rotary_pairs

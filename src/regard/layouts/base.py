@@ -1,12 +1,12 @@
-"""What a layout is: a table from our names to theirs, and how q, k and v are packed where they are one tensor.
+"""`Layout`: a table from our tensor names to those of another library, and how q, k and v are packed in one tensor.
 
-Between any two layouts stands one form, the *canonical* one: the keys of `MultiHeadAttention`'s own state dict, with
-"norm." for a LayerNorm beside it::
+All layouts convert to and from one *canonical* form: the keys of `MultiHeadAttention`'s own state dict, and "norm." for
+the LayerNorm of a block::
 
     their state dict  --Layout.to_canonical-->  canonical  --canonical.build-->  MultiHeadAttention
     their state dict  <-Layout.from_canonical-  canonical  <-canonical.take----  MultiHeadAttention
 
-To add a layout: one file with one `Layout(...)`, and one line in `convert.LAYOUTS`.
+To add a layout, write a file with a `Layout(...)`, and add it to `convert.LAYOUTS`.
 
 Letters: H query heads, G kv heads, D head width of q and k, E head width of v, W model width.
 """
@@ -40,10 +40,10 @@ _IN = ("q_proj", "k_proj", "v_proj")
 
 Tensors = dict[str, Tensor]
 
-# Which of q, k, v and out ("o") have a bias: the patterns that a layout allows. None allows all sixteen.
+# Which of q, k, v and out ("o") have a bias: the combinations that a layout allows. None allows all sixteen.
 ALWAYS, NEVER, ALL_OR_NONE, IN_AND_OUT = ("qkvo",), ("",), ("", "qkvo"), ("", "o", "qkv", "qkvo")
 
-# What a layer may have beyond H equal heads of W / H: a layout names those that its originals can be built with.
+# Features beyond H equal heads of width W / H. A layout lists those that the original implementations support.
 EVERYTHING = frozenset(
     {
         "kv heads",
@@ -60,7 +60,7 @@ EVERYTHING = frozenset(
 
 
 class Packing(NamedTuple):
-    """How the rows of q, k and v lie in one tensor; the same for weights (rows, in) and biases (rows,)."""
+    """How the rows of q, k and v are arranged in one tensor: a weight (rows, in) or a bias (rows,)."""
 
     split: Callable[[Tensor, int, int], tuple[Tensor, ...]]  # (packed, H, H * D) -> q, k, v
     join: Callable[[Tensor, Tensor, Tensor, int], Tensor]  # (q, k, v, H) -> packed
@@ -84,13 +84,13 @@ def _split_by_head(packed: Tensor, heads: int, inner: int) -> tuple[Tensor, ...]
             "packed q, k, v",
             expected=f"H * 3 * D = {3 * inner} rows, head by head",
             received=f"{packed.shape[0]} rows",
-            remedy="shared kv heads are packed otherwise",
+            remedy="check num_heads; grouped kv heads have another layout",
         )
-    return tuple(part.flatten(0, 1) for part in packed.unflatten(0, (heads, 3, -1)).unbind(1))
+    return tuple(rows.flatten(0, 1) for rows in packed.unflatten(0, (heads, 3, -1)).unbind(1))
 
 
 def _join_by_head(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
-    return torch.stack([part.unflatten(0, (heads, -1)) for part in (q, k, v)], dim=1).flatten(0, 2)
+    return torch.stack([rows.unflatten(0, (heads, -1)) for rows in (q, k, v)], dim=1).flatten(0, 2)
 
 
 def _join_stacked(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
@@ -102,7 +102,7 @@ by_head = Packing(_split_by_head, _join_by_head)  # q, k, v of the first head, t
 
 
 def linear(**names: str) -> dict[str, str]:
-    """The table of modules with a weight and a bias, ours = theirs.
+    """The names of weights and biases from the names of modules, ours = theirs.
 
     >>> linear(q_proj="W_q")
     {'q_proj.weight': 'W_q.weight', 'q_proj.bias': 'W_q.bias'}
@@ -115,18 +115,18 @@ class Layout:
     """One way of naming and packing the weights of an attention layer.
 
     Attributes:
-        name: what `layouts.load(..., layout=name)` calls it.
-        origin: whose it is, in words.
-        keys: canonical key -> their key; "qkv.weight" and "qkv.bias" where q, k and v are one tensor.
-        packing: how they are one, `stacked` or `by_head`.
+        name: its name for `layouts.load(..., layout=name)`.
+        origin: the libraries or models that use it.
+        keys: canonical key -> their key; "qkv.weight" and "qkv.bias" if q, k and v are packed.
+        packing: how q, k and v are packed, `stacked` or `by_head`.
         transposed: whether their weights are (in, out).
-        biases: which patterns of biases it has; None for any.
-        can: what of `EVERYTHING` its originals can be built with.
-        pairs: how rotary pairs lie in the rows of q and k; None where the originals have no rotary.
-        options: arguments of the layer that the originals imply.
-        norm_eps: the epsilon of the LayerNorm beside it.
-        ignored: keys of buffers that hold no weights.
-        refused: keys that mean something the layer does not have, and what.
+        biases: the allowed combinations of biases; None for any.
+        can: the features of `EVERYTHING` that the original implementations support.
+        pairs: the order of rotary pairs in the rows of q and k; None if the originals have no rotary.
+        options: arguments of `MultiHeadAttention` that the originals imply.
+        norm_eps: the epsilon of the block's LayerNorm.
+        ignored: keys of buffers, which are not weights.
+        refused: key -> the feature it stands for, which our layer does not have.
     """
 
     name: str
@@ -144,20 +144,20 @@ class Layout:
 
     @property
     def has_norm(self) -> bool:
-        """Whether a LayerNorm lies beside the layer."""
+        """Whether the layout includes the LayerNorm of a block."""
         return "norm.weight" in self.keys
 
     def missing(self, keys: Collection[str]) -> list[str]:
-        """Which of their keys it takes to be this layout, and are not there."""
-        ways = [[self.keys.get(f"{stem}.weight") for stem in (*way, "out_proj")] for way in (("qkv",), _IN)]
-        return min(([key for key in way if key and key not in keys] for way in ways if all(way)), key=len)
+        """The required keys of this layout that are absent."""
+        variants = [[self.keys.get(f"{stem}.weight") for stem in (*stems, "out_proj")] for stems in (("qkv",), _IN)]
+        return min(([key for key in names if key and key not in keys] for names in variants if all(names)), key=len)
 
     def unknown(self, keys: Collection[str]) -> list[str]:
-        """Which keys are not of this layout."""
+        """The keys that do not belong to this layout."""
         return [key for key in keys if key not in self.keys.values() and key not in self.ignored]
 
     def matches(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether the keys are there, and the packed projection has more rows than out_proj reads."""
+        """Whether all required keys are present, and a packed projection has more rows than out_proj has inputs."""
         if self.missing(tensors):
             return False
         packed, out = (tensors.get(self.keys.get(f"{stem}.weight", "")) for stem in ("qkv", "out_proj"))
@@ -167,33 +167,33 @@ class Layout:
         return rows > inner
 
     def to_canonical(self, tensors: Mapping[str, Tensor], num_heads: int) -> Tensors:
-        """Their tensors by our names, q, k and v apart."""
-        found = {ours: tensors[theirs] for ours, theirs in self.keys.items() if theirs in tensors}
+        """Their tensors by our names, with q, k and v split."""
+        renamed = {ours: tensors[theirs] for ours, theirs in self.keys.items() if theirs in tensors}
         if self.transposed:
-            found = {key: tensor.T if tensor.dim() == 2 else tensor for key, tensor in found.items()}
-        inner = found["out_proj.weight"].shape[1]
-        for part in ("weight", "bias"):
-            if f"qkv.{part}" in found:
-                split = self.packing.split(found.pop(f"qkv.{part}"), num_heads, inner)
-                found |= {f"{stem}.{part}": tensor for stem, tensor in zip(_IN, split, strict=True)}
-        return found
+            renamed = {key: tensor.T if tensor.dim() == 2 else tensor for key, tensor in renamed.items()}
+        inner = renamed["out_proj.weight"].shape[1]
+        for kind in ("weight", "bias"):
+            if f"qkv.{kind}" in renamed:
+                split = self.packing.split(renamed.pop(f"qkv.{kind}"), num_heads, inner)
+                renamed |= {f"{stem}.{kind}": tensor for stem, tensor in zip(_IN, split, strict=True)}
+        return renamed
 
     def from_canonical(self, tensors: Tensors, num_heads: int) -> Tensors:
         """Our tensors by their names; the reverse of `to_canonical`."""
-        found = dict(tensors)
-        for part in ("weight", "bias"):
-            parts = [found.get(f"{stem}.{part}") for stem in _IN]
-            if f"qkv.{part}" in self.keys and len({p.shape[1:] for p in parts if p is not None}) == 1:
-                q, k, v = (found.pop(f"{stem}.{part}") for stem in _IN)
-                found[f"qkv.{part}"] = self.packing.join(q, k, v, num_heads)
+        ours = dict(tensors)
+        for kind in ("weight", "bias"):
+            separate = [ours.get(f"{stem}.{kind}") for stem in _IN]
+            if f"qkv.{kind}" in self.keys and len({t.shape[1:] for t in separate if t is not None}) == 1:
+                q, k, v = (ours.pop(f"{stem}.{kind}") for stem in _IN)
+                ours[f"qkv.{kind}"] = self.packing.join(q, k, v, num_heads)
         if self.transposed:
-            found = {key: tensor.T if tensor.dim() == 2 else tensor for key, tensor in found.items()}
-        for key in found:
+            ours = {key: tensor.T if tensor.dim() == 2 else tensor for key, tensor in ours.items()}
+        for key in ours:
             if key not in self.keys:
                 raise bad_value(
                     f"export as {self.name!r}",
                     expected=f"weights that have a name in {self.origin}",
                     received=key,
-                    remedy="export as 'separate', which has names for all",
+                    remedy="export as 'separate', which has names for all weights",
                 )
-        return {self.keys[key]: tensor.detach().clone().contiguous() for key, tensor in found.items()}
+        return {self.keys[key]: tensor.detach().clone().contiguous() for key, tensor in ours.items()}

@@ -1,4 +1,4 @@
-"""From the canonical tensors to a layer and back: sizes are read from shapes, and checked before anything is built.
+"""Canonical tensors to a layer and back. Sizes are read from the shapes, and checked before anything is built.
 
 Letters: H query heads, G kv heads, D head width of q and k, E head width of v, W model width.
 """
@@ -22,13 +22,13 @@ _STEMS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
 def sizes(tensors: Tensors, num_heads: int, layout: Layout) -> dict[str, Any]:
-    """The arguments of `MultiHeadAttention` that follow from the shapes. Raises where they do not fit each other."""
+    """The arguments of `MultiHeadAttention` that follow from the shapes. Raises if the shapes contradict each other."""
 
-    def fits(key: str, *shape: int) -> None:
+    def check_shape(key: str, *shape: int) -> None:
         if key in tensors and tuple(tensors[key].shape) != shape:
             raise bad_value(
                 layout.keys.get(key, key),
-                expected=f"shape {shape}, for {num_heads} heads and the rest",
+                expected=f"shape {shape}, for {num_heads} heads and the other tensors",
                 received=shape_of(tensors[key]),
                 remedy="check num_heads and layout",
             )
@@ -49,14 +49,14 @@ def sizes(tensors: Tensors, num_heads: int, layout: Layout) -> dict[str, Any]:
         )
     divide("kv heads", kv_heads, v_rows, "rows of v")
     value_head_dim = v_rows // kv_heads
-    fits("out_proj.weight", embed_dim, num_heads * value_head_dim)
+    check_shape("out_proj.weight", embed_dim, num_heads * value_head_dim)
     for stem, weight in zip(_STEMS, weights, strict=True):
-        fits(f"{stem}.bias", weight.shape[0])
+        check_shape(f"{stem}.bias", weight.shape[0])
     for key in ("q_norm.weight", "k_norm.weight", "q_norm.bias", "k_norm.bias"):
-        fits(key, head_dim)
-    fits("sinks", num_heads)
-    fits("norm.weight", embed_dim)
-    fits("norm.bias", embed_dim)
+        check_shape(key, head_dim)
+    check_shape("sinks", num_heads)
+    check_shape("norm.weight", embed_dim)
+    check_shape("norm.bias", embed_dim)
     return {
         "embed_dim": embed_dim,
         "num_heads": num_heads,
@@ -70,7 +70,7 @@ def sizes(tensors: Tensors, num_heads: int, layout: Layout) -> dict[str, Any]:
 
 
 def divide(what: str, number: int, rows: int, of: str) -> None:
-    """Raise where `number` does not divide the rows."""
+    """Raise if `number` does not divide the rows."""
     if not isinstance(number, int) or number < 1 or rows % number:
         raise bad_value(what, expected=f"a divisor of the {rows} {of}", received=repr(number))
 
@@ -87,7 +87,7 @@ def build(tensors: Tensors, size: Mapping[str, Any], options: Mapping[str, Any])
             expected="weights of a norm of q and of k, or of neither",
             received=f"qk_norm={options.get('qk_norm')!r} with {norms or 'no such keys'}",
         )
-    with torch.device("meta"):  # nothing is drawn at random only to be written over
+    with torch.device("meta"):  # no random initialisation, which would be overwritten
         layer = MultiHeadAttention(**size, sinks="sinks" in tensors, **options)
     for stem in (*_STEMS, "q_norm", "k_norm"):
         if f"{stem}.bias" not in tensors and getattr(getattr(layer, stem), "bias", None) is not None:
@@ -99,7 +99,7 @@ def build(tensors: Tensors, size: Mapping[str, Any], options: Mapping[str, Any])
 def build_block(
     tensors: Tensors, size: Mapping[str, Any], options: Mapping[str, Any], **block_options: Any
 ) -> AttentionBlock:
-    """The same with the LayerNorm beside it."""
+    """As `build`, with the LayerNorm of a block."""
     layer = build({key: t for key, t in tensors.items() if not key.startswith("norm.")}, size, options)
     block = AttentionBlock(layer, **block_options)
     if "norm.bias" not in tensors:
@@ -109,10 +109,10 @@ def build_block(
 
 
 def assign(module: nn.Module, tensors: Tensors) -> None:
-    """Put copies of the tensors into the module's parameters."""
+    """Set the module's parameters to copies of the tensors."""
     copies = {key: tensor.detach().clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()}
-    left = module.load_state_dict(copies, strict=False, assign=True)
-    assert not left.unexpected_keys and all(key.startswith("position_encoding.") for key in left.missing_keys), left
+    keys = module.load_state_dict(copies, strict=False, assign=True)
+    assert not keys.unexpected_keys and all(key.startswith("position_encoding.") for key in keys.missing_keys), keys
 
 
 def take(module: MultiHeadAttention | AttentionBlock) -> tuple[MultiHeadAttention, Tensors]:
@@ -125,47 +125,48 @@ def take(module: MultiHeadAttention | AttentionBlock) -> tuple[MultiHeadAttentio
 
 
 def check_biases(tensors: Tensors, layout: Layout, *, remedy: str) -> None:
-    """Raise where q, k, v and out have biases that the layout has not, or lack some that it always has."""
-    has = "".join(letter for letter, stem in zip("qkvo", _STEMS, strict=True) if f"{stem}.bias" in tensors)
-    if layout.biases is not None and has not in layout.biases:
+    """Raise if the layout does not allow this combination of biases of q, k, v and out."""
+    present = "".join(letter for letter, stem in zip("qkvo", _STEMS, strict=True) if f"{stem}.bias" in tensors)
+    if layout.biases is not None and present not in layout.biases:
         raise bad_value(
             f"biases of layout {layout.name!r}",
-            expected=" or ".join(map(_on, layout.biases)),
-            received=_on(has),
+            expected=" or ".join(map(_in_words, layout.biases)),
+            received=_in_words(present),
             remedy=remedy,
         )
 
 
-def _on(pattern: str) -> str:
+def _in_words(pattern: str) -> str:
     return "on " + ", ".join("out" if letter == "o" else letter for letter in pattern) if pattern else "none"
 
 
 def check_expressible(module: MultiHeadAttention | AttentionBlock, layout: Layout) -> None:
-    """Raise where the layer has something that the layout's originals cannot be built with."""
+    """Raise if the layer has a feature that the layout's originals do not support."""
     layer = module.layer if isinstance(module, AttentionBlock) else module
     if isinstance(module, AttentionBlock) and not (layout.has_norm and module.order == "post"):
-        expected = "a LayerNorm after the residual" if layout.has_norm else "a layer without a LayerNorm beside it"
+        expected = "a LayerNorm after the residual" if layout.has_norm else "a layer without a LayerNorm"
         raise bad_value(
             f"export as {layout.name!r}",
             expected=expected,
             received=f"an AttentionBlock with norm={module.order!r}",
-            remedy="export block.layer, and store block.norm apart",
+            remedy="export block.layer, and store block.norm separately",
         )
     for feature, received in _features(layer, layout).items():
         if feature not in layout.can:
             raise bad_value(
                 f"export as {layout.name!r}",
-                expected=f"no {feature} of its own, as in {layout.origin}",
+                expected=f"no {feature} that differs from {layout.origin}",
                 received=received,
-                remedy="export as 'separate', which has names for all",
+                remedy="export as 'separate', which has names for all weights",
             )
 
 
 def _features(layer: MultiHeadAttention, layout: Layout) -> dict[str, str]:
+    """The features of `EVERYTHING` that a layer has, each with the arguments that show it."""
     width, heads, head_dim = layer.embed_dim, layer.num_heads, layer.head_dim
-    usual = layout.options.get("scale", head_dim**-0.5)
+    default_scale = layout.options.get("scale", head_dim**-0.5)
     encoding = layer.position_encoding
-    has = {
+    features = {
         "kv heads": (layer.num_kv_heads != heads, f"num_kv_heads={layer.num_kv_heads}, num_heads={heads}"),
         "value head width": (
             layer.value_head_dim != head_dim,
@@ -180,17 +181,17 @@ def _features(layer: MultiHeadAttention, layout: Layout) -> dict[str, str]:
         "rotary": (isinstance(encoding, Rotary), "position_encoding=Rotary"),
         "alibi": (isinstance(encoding, Alibi), "position_encoding=Alibi"),
         "scale": (
-            (head_dim**-0.5 if layer.scale is None else layer.scale) != usual,
+            (head_dim**-0.5 if layer.scale is None else layer.scale) != default_scale,
             f"scale={layer.scale or f'{head_dim} ** -0.5'}",
         ),
         "softcap": (layer.softcap is not None, f"softcap={layer.softcap}"),
     }
-    return {feature: received for feature, (present, received) in has.items() if present}
+    return {feature: received for feature, (present, received) in features.items() if present}
 
 
 def relative_bias(weight: Tensor, num_heads: int, **options: Any) -> RelativeBias:
     """A `RelativeBias` for a weight (buckets, heads)."""
     if weight.dim() != 2 or weight.shape[1] != num_heads:
         raise bad_value("relative position bias", expected=f"shape (buckets, {num_heads})", received=shape_of(weight))
-    with torch.device("meta"):  # `assign` brings the weight
+    with torch.device("meta"):  # `assign` sets the weight
         return RelativeBias(num_heads, num_buckets=weight.shape[0], **options)

@@ -1,4 +1,4 @@
-"""`load`, `load_block`, `export`, `names`: find the layout, check the keys, and go through the canonical form."""
+"""`load`, `load_block`, `export`, `names`: find the layout, check the keys, convert through the canonical form."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from regard.errors import bad_type, bad_value, shape_of
 from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.layouts import (
     bert,
+    canonical,
     distilbert,
     gpt2,
     llama,
@@ -28,7 +29,6 @@ from regard.layouts import (
     w_qs,
     wqkv,
 )
-from regard.layouts import canonical as form
 from regard.layouts.base import Layout, Tensors
 from regard.layouts.rotary_pairs import convert_pairs
 from regard.positions import Rotary
@@ -76,7 +76,7 @@ _FROM_SHAPES = frozenset(
 
 
 def names() -> list[str]:
-    """The layouts there are.
+    """The names of all layouts.
 
     >>> "llama" in names()
     True
@@ -95,17 +95,18 @@ def load(
     max_distance: int = 128,
     **layer_options: Any,
 ) -> MultiHeadAttention:
-    """A layer with the weights of another's state dict, copied; dtype and device are those of the tensors.
+    """A layer with a copy of the weights in another library's state dict, in their dtype and on their device.
 
     Args:
         state_dict: of an attention module, or of a whole model with `prefix`.
-        num_heads: H, which no state dict tells; kv heads and widths are read from the shapes.
-        prefix: what stands before the attention's own keys, such as "model.layers.0.self_attn.".
+        num_heads: H, which a state dict does not contain; kv heads and widths are read from the shapes.
+        prefix: the prefix of the attention's keys, such as "model.layers.0.self_attn.".
         layout: one of `names()`; "auto" finds it by keys and shapes.
-        rotary_pairs: how rotary pairs lie in the rows of q and k, where it is not as the layout has them
-            ("interleaved" for GGUF); they are turned to what `position_encoding` wants, which is halves by default.
-        bidirectional, max_distance: of the relative position bias, where there is one (T5).
-        layer_options: what no weight tells: `position_encoding`, `dropout`, `scale`, `softcap`, `kernel`, `qk_norm`.
+        rotary_pairs: the order of rotary pairs in the rows of q and k, if it is not that of the layout ("interleaved"
+            for GGUF); they are converted to the order of `position_encoding`, which is halves by default.
+        bidirectional, max_distance: of the relative position bias, if there is one (T5).
+        layer_options: arguments that do not follow from weights: `position_encoding`, `dropout`, `scale`, `softcap`,
+            `kernel`, `qk_norm`.
 
     >>> import torch
     >>> theirs = torch.nn.MultiheadAttention(10, 2, batch_first=True)
@@ -115,16 +116,16 @@ def load(
     True
     """
     num_heads = _check_given(state_dict, num_heads)
-    found, chosen = _select(state_dict, prefix, layout)
-    beside = [key for key in ("norm.weight", "norm.bias") if chosen.keys.get(key) in found]
-    if beside:
+    tensors, chosen = _select(state_dict, prefix, layout)
+    norms = [key for key in ("norm.weight", "norm.bias") if chosen.keys.get(key) in tensors]
+    if norms:
         raise bad_value(
             "state_dict",
-            expected="an attention layer alone",
-            received=f"a LayerNorm beside it: {chosen.keys[beside[0]]!r}",
-            remedy="layouts.load_block, which gives an AttentionBlock",
+            expected="an attention layer only",
+            received=f"a LayerNorm too: {chosen.keys[norms[0]]!r}",
+            remedy="layouts.load_block, which returns an AttentionBlock",
         )
-    return form.build(*_read(found, chosen, num_heads, rotary_pairs, bidirectional, max_distance, layer_options))
+    return canonical.build(*_read(tensors, chosen, num_heads, rotary_pairs, bidirectional, max_distance, layer_options))
 
 
 def load_block(
@@ -140,11 +141,11 @@ def load_block(
     max_distance: int = 128,
     **layer_options: Any,
 ) -> AttentionBlock:
-    """As `load`, for a state dict with the LayerNorm that follows the residual: layouts "bert" and "w_qs".
+    """As `load`, for a state dict that includes the LayerNorm after the residual: layouts "bert" and "w_qs".
 
     Args:
-        eps: of the LayerNorm; as the originals have it by default (1e-12 for BERT, 1e-6 for w_qs).
-        block_dropout: on what the layer adds to the residual.
+        eps: of the LayerNorm; by default that of the originals (1e-12 for BERT, 1e-6 for w_qs).
+        block_dropout: dropout on the layer's output, before the residual.
 
     >>> import torch
     >>> block = AttentionBlock(MultiHeadAttention(6, 2))
@@ -152,44 +153,44 @@ def load_block(
     torch.Size([1, 3, 6])
     """
     num_heads = _check_given(state_dict, num_heads)
-    found, chosen = _select(state_dict, prefix, layout)
-    if chosen.keys.get("norm.weight") not in found:
+    tensors, chosen = _select(state_dict, prefix, layout)
+    if chosen.keys.get("norm.weight") not in tensors:
         raise bad_value(
             "state_dict",
-            expected="a LayerNorm beside the attention layer",
-            received=sorted(found),
-            remedy="layouts.load, which gives the layer alone",
+            expected="an attention layer and a LayerNorm",
+            received=sorted(tensors),
+            remedy="layouts.load, which returns the layer only",
         )
-    return form.build_block(
-        *_read(found, chosen, num_heads, rotary_pairs, bidirectional, max_distance, layer_options),
+    return canonical.build_block(
+        *_read(tensors, chosen, num_heads, rotary_pairs, bidirectional, max_distance, layer_options),
         eps=chosen.norm_eps if eps is None else eps,
         dropout=block_dropout,
     )
 
 
 def export(module: MultiHeadAttention | AttentionBlock, layout: str) -> Tensors:
-    """The weights of a layer (or block) as another names and packs them: a plain dict of copies.
+    """A copy of the weights of a layer or block, named and packed as in another library.
 
-    Raises where the other could not be built so; what no weight tells (rotary, dropout) has to be told it apart.
+    Raises if the other library has no such layer. Settings that are not weights (rotary, dropout) are not exported.
 
     >>> sorted(export(MultiHeadAttention(6, 2), "gpt2"))
     ['c_attn.bias', 'c_attn.weight', 'c_proj.bias', 'c_proj.weight']
     """
     chosen = _named(layout)
-    form.check_expressible(module, chosen)
-    layer, tensors = form.take(module)
-    form.check_biases(
+    canonical.check_expressible(module, chosen)
+    layer, tensors = canonical.take(module)
+    canonical.check_biases(
         tensors,
         chosen,
         remedy="a bias of zeros changes nothing: layer.q_proj.bias = nn.Parameter("
         "torch.zeros(rows)), and likewise for the others; or export as 'separate'",
     )
-    tensors = _turned(tensors, layer.num_heads, layer.num_kv_heads, layer.position_encoding, None, chosen.pairs)
+    tensors = _with_pairs(tensors, layer.num_heads, layer.num_kv_heads, layer.position_encoding, None, chosen.pairs)
     return chosen.from_canonical(tensors, layer.num_heads)
 
 
 def _read(
-    found: Tensors,
+    stored: Tensors,
     layout: Layout,
     num_heads: int,
     pairs: Pairs | None,
@@ -197,50 +198,50 @@ def _read(
     max_distance: int,
     layer_options: Mapping[str, Any],
 ) -> tuple[Tensors, dict[str, Any], dict[str, Any]]:
-    """Canonical tensors, sizes and options."""
+    """The canonical tensors, and the sizes and options of their layer."""
     options = {**layout.options, **layer_options}
     for option in _FROM_SHAPES & options.keys():
         raise bad_value(
             option,
-            expected="to be read from the shapes of the tensors",
+            expected="no argument: it is read from the shapes of the tensors",
             received=f"{option}={options[option]!r}",
             remedy=f"leave {option} out",
         )
-    out = found[layout.keys["out_proj.weight"]]
+    out = stored[layout.keys["out_proj.weight"]]
     if out.dim() != 2:
         raise bad_value(layout.keys["out_proj.weight"], expected="a matrix", received=f"shape {shape_of(out)}")
-    form.divide("num_heads", num_heads, out.shape[0 if layout.transposed else -1], "columns that out_proj reads")
-    tensors = layout.to_canonical(found, num_heads)
-    form.check_biases(tensors, layout, remedy="add the missing keys, or name another layout")
-    size = form.sizes(tensors, num_heads, layout)
+    canonical.divide("num_heads", num_heads, out.shape[0 if layout.transposed else -1], "columns that out_proj reads")
+    tensors = layout.to_canonical(stored, num_heads)
+    canonical.check_biases(tensors, layout, remedy="add the missing keys, or name another layout")
+    size = canonical.sizes(tensors, num_heads, layout)
     if "position_encoding.weight" in tensors:
         if options.get("position_encoding") is not None:
             raise bad_value(
                 "position_encoding",
-                expected="None, for the state dict brings a relative position bias",
+                expected="None, because the state dict has a relative position bias",
                 received=type(options["position_encoding"]).__name__,
             )
-        options["position_encoding"] = form.relative_bias(
+        options["position_encoding"] = canonical.relative_bias(
             tensors["position_encoding.weight"], num_heads, bidirectional=bidirectional, max_distance=max_distance
         )
     encoding = options.get("position_encoding")
-    tensors = _turned(tensors, num_heads, size["num_kv_heads"], encoding, pairs or layout.pairs, None)
+    tensors = _with_pairs(tensors, num_heads, size["num_kv_heads"], encoding, pairs or layout.pairs, None)
     return tensors, size, options
 
 
-def _turned(
+def _with_pairs(
     tensors: Tensors, heads: int, kv_heads: int, encoding: object, stored: Pairs | None, wanted: Pairs | None
 ) -> Tensors:
-    """Rotary pairs from one order to another; a side that is not told is as the layer's `Rotary`, else halves."""
+    """Convert rotary pairs from the stored to the wanted order; None means the order of the layer's `Rotary`."""
     rotary = encoding if isinstance(encoding, Rotary) else None
-    own: Pairs = "interleaved" if rotary is not None and rotary.interleaved else "halves"
-    if (stored is None and wanted is None) or (stored or own) == (wanted or own):
+    layer_order: Pairs = "interleaved" if rotary is not None and rotary.interleaved else "halves"
+    if (stored is None and wanted is None) or (stored or layer_order) == (wanted or layer_order):
         return tensors
-    return convert_pairs(tensors, heads, kv_heads, wanted or own, rotary.width if rotary is not None else None)
+    return convert_pairs(tensors, heads, kv_heads, wanted or layer_order, rotary.width if rotary is not None else None)
 
 
 def _check_given(state_dict: object, num_heads: int | None) -> int:
-    """The number of heads. Raises where either was not given, or a module for its state dict."""
+    """The number of heads. Raises if it is missing, or if `state_dict` is a module or a path."""
     if not isinstance(state_dict, Mapping):
         heads, remedy = getattr(state_dict, "num_heads", "...") if num_heads is None else num_heads, ""
         if isinstance(state_dict, nn.Module):
@@ -249,14 +250,14 @@ def _check_given(state_dict: object, num_heads: int | None) -> int:
             remedy = "safetensors.torch.load_file(path)"
         raise bad_type(
             "state_dict",
-            expected="names and tensors, as module.state_dict() gives them",
+            expected="a mapping of names to tensors, as module.state_dict() returns it",
             received=type(state_dict).__name__,
             remedy=remedy,
         )
     if num_heads is None:
         raise bad_type(
             "num_heads",
-            expected="the number of heads, which no state dict tells",
+            expected="the number of heads, which a state dict does not contain",
             received="None",
             remedy="layouts.load(state_dict, num_heads=...)",
         )
@@ -264,6 +265,7 @@ def _check_given(state_dict: object, num_heads: int | None) -> int:
 
 
 def _named(name: str) -> Layout:
+    """The layout of this name."""
     if name not in LAYOUTS:
         raise bad_value(
             "layout", expected=f"one of {', '.join(names())}", received=repr(name), remedy=_nearest(name, names())
@@ -272,87 +274,91 @@ def _named(name: str) -> Layout:
 
 
 def _select(state_dict: Mapping[str, Tensor], prefix: str, name: str) -> tuple[Tensors, Layout]:
-    """The tensors under the prefix, and their layout: with all of its keys there and none besides."""
+    """The tensors under the prefix, and the layout whose keys they are: all required ones, and no others."""
     if prefix and not prefix.endswith(".") and any(key.startswith(f"{prefix}.") for key in state_dict):
         prefix += "."
-    found = {key.removeprefix(prefix): tensor for key, tensor in state_dict.items() if key.startswith(prefix)}
-    if not found:
+    tensors = _under(state_dict, prefix)
+    if not tensors:
         raise bad_value(
             "prefix",
-            expected="what stands before the attention's keys",
+            expected="the prefix of an attention layer's keys",
             received=repr(prefix),
             remedy=_nearest(prefix, _prefixes(state_dict)),
         )
     candidates = list(LAYOUTS.values()) if name == "auto" else [_named(name)]
-    matching = [layout for layout in candidates if layout.matches(found)]
+    matching = [layout for layout in candidates if layout.matches(tensors)]
     if not matching:
-        raise _no_match(found, prefix, candidates)
-    layout = min(matching, key=lambda each: len(each.unknown(found)))
+        raise _no_match(tensors, prefix, candidates)
+    layout = min(matching, key=lambda each: len(each.unknown(tensors)))
     for key, meaning in layout.refused.items():
-        if key in found:
+        if key in tensors:
             raise bad_value(f"layout {layout.name!r}", expected="plain attention", received=f"{key!r}: {meaning}")
-    for key in layout.unknown(found):
+    for key in layout.unknown(tensors):
         raise bad_value(
             f"layout {layout.name!r}",
-            expected="no keys besides its own",
+            expected="no keys but its own",
             received=repr(key),
-            remedy=_nearest(key, [k for k in layout.keys.values() if k not in found]),
+            remedy=_nearest(key, [k for k in layout.keys.values() if k not in tensors]),
         )
-    found = {key: tensor for key, tensor in found.items() if key not in layout.ignored}
-    for key, tensor in found.items():
+    tensors = {key: tensor for key, tensor in tensors.items() if key not in layout.ignored}
+    for key, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             received = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
             raise bad_type(
                 key, expected="a floating-point tensor", received=received, remedy="dequantise the weights first"
             )
-    return found, layout
+    return tensors, layout
 
 
-def _no_match(found: Tensors, prefix: str, candidates: list[Layout]) -> ValueError:
-    """Keys deeper down that would do; else the key that is missing from the nearest layout; else what there is."""
-    deeper = [p for p in _prefixes(found) if any(layout.matches(_under(found, p)) for layout in candidates)]
-    if deeper:
-        more = f" (or another of {len(deeper)})" if len(deeper) > 1 else ""
+def _no_match(tensors: Tensors, prefix: str, candidates: list[Layout]) -> ValueError:
+    """The error if no layout matches: names a prefix under which one does, or the key missing from the nearest one."""
+    prefixes = [p for p in _prefixes(tensors) if any(layout.matches(_under(tensors, p)) for layout in candidates)]
+    if prefixes:
+        more = f" (or another of {len(prefixes)})" if len(prefixes) > 1 else ""
         return bad_value(
             "state_dict",
             expected="the keys of one attention layer",
-            received="them under a prefix",
-            remedy=f"prefix={prefix + deeper[0]!r}{more}",
+            received="keys with a prefix",
+            remedy=f"prefix={prefix + prefixes[0]!r}{more}",
         )
-    best = min(candidates, key=lambda each: len(each.missing(found)) - sum(key in found for key in each.keys.values()))
-    missing = best.missing(found)
-    if missing and any(key in found for key in best.keys.values()):
+    best = min(
+        candidates, key=lambda each: len(each.missing(tensors)) - sum(key in tensors for key in each.keys.values())
+    )
+    missing = best.missing(tensors)
+    if missing and any(key in tensors for key in best.keys.values()):
         return bad_value(
             "state_dict",
             expected=f"{missing[0]!r}, as layout {best.name!r} has it",
-            received=sorted(found)[:12],
-            remedy=_nearest(missing[0], best.unknown(found)),
+            received=sorted(tensors)[:12],
+            remedy=_nearest(missing[0], best.unknown(tensors)),
         )
     if not missing:
-        shapes = {key: tuple(tensor.shape) for key, tensor in found.items()}
+        shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
         return bad_value(
             "state_dict",
             expected=f"the shapes of layout {best.name!r} ({best.origin})",
             received=shapes,
             remedy="layout='auto'",
         )
-    known, shown = ", ".join(layout.name for layout in candidates), sorted(found)[:12]
-    theirs = {key: layout.name for layout in candidates for key in layout.keys.values()}
-    near = [(key, close) for key in shown for close in difflib.get_close_matches(key, theirs, n=1)]
-    remedy = f"the nearest to {near[0][0]!r} is {near[0][1]!r}, of layout {theirs[near[0][1]]!r}" if near else ""
+    known, shown = ", ".join(layout.name for layout in candidates), sorted(tensors)[:12]
+    origins = {key: layout.name for layout in candidates for key in layout.keys.values()}
+    near = [(key, close) for key in shown for close in difflib.get_close_matches(key, origins, n=1)]
+    remedy = f"the nearest to {near[0][0]!r} is {near[0][1]!r}, of layout {origins[near[0][1]]!r}" if near else ""
     return bad_value("state_dict", expected=f"the keys of one of the layouts {known}", received=shown, remedy=remedy)
 
 
-def _under(found: Mapping[str, Tensor], prefix: str) -> Tensors:
-    return {key.removeprefix(prefix): tensor for key, tensor in found.items() if key.startswith(prefix)}
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> Tensors:
+    """The tensors whose names start with the prefix, without it."""
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
 
 
 def _prefixes(keys: Mapping[str, Any]) -> list[str]:
-    """Every dotted beginning, in order: "a.", "a.b."."""
-    found = {".".join(parts[:i]) + "." for parts in (key.split(".") for key in keys) for i in range(1, len(parts))}
-    return sorted(found)
+    """All prefixes of dotted names, sorted: "a.", "a.b."."""
+    split = [key.split(".") for key in keys]
+    return sorted({".".join(parts[:i]) + "." for parts in split for i in range(1, len(parts))})
 
 
-def _nearest(name: str, among: list[str]) -> str:
-    near = difflib.get_close_matches(name, among, n=1, cutoff=0.5)
+def _nearest(name: str, candidates: list[str]) -> str:
+    """A remedy with the most similar name, or nothing."""
+    near = difflib.get_close_matches(name, candidates, n=1, cutoff=0.5)
     return f"the nearest is {near[0]!r}" if near else ""

@@ -1,4 +1,4 @@
-"""`c_attn c_proj` as `nn.Linear`: nanoGPT. GPT-2's names with weights (out, in); told apart by the shape."""
+"""`c_attn c_proj` as `nn.Linear`: nanoGPT. GPT-2's names with weights (out, in); distinguished by the shape."""
 
 from regard.layouts.base import ALL_OR_NONE, Layout, linear
 

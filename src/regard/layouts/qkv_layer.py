@@ -1,7 +1,7 @@
 """`qkv_layer linear_layer`: one projection whose rows are, head by head, that head's q, k, v; any width of the input.
 
 A widely copied snippet with these names merges (B, H, N, D) to (B, N, H * D) without transposing back, which mixes
-tokens and heads. Its weights load as the layer that was meant.
+tokens and heads. Its weights are loaded into a layer that merges correctly.
 """
 
 from regard.layouts.base import IN_AND_OUT, Layout, by_head, linear

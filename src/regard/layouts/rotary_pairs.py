@@ -1,9 +1,9 @@
-"""Rotary turns pairs of a head's widths. Where the two of a pair lie is a convention of whoever stored the weights:
+"""Rotary positions rotate pairs of a head's dimensions. Stored weights have these pairs in one of two orders:
 
     halves        0 1 2 | 3 4 5    pairs (0, 3) (1, 4) (2, 5)    Llama in transformers, GPT-NeoX; ours
     interleaved   0 1 | 2 3 | 4 5  pairs (0, 1) (2, 3) (4, 5)    Llama as Meta stores it, GGUF
 
-One becomes the other by permuting the rows of q_proj and k_proj within each head.
+Permuting the rows of q_proj and k_proj within each head converts one to the other.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def rotary_pairs(
     """Permute the rows of q and k from one order of rotary pairs to the other.
 
     Args:
-        what: a weight (heads * D, in) or bias (heads * D,) of q or k, given back anew; or a `MultiHeadAttention`, whose
-            q and k are changed in place (its position encoding is left as it is).
-        num_heads: how many heads a weight has: H for q, G for k.
-        to: the order after it; before it was the other.
-        width: how many widths of a head are turned; all of them by default (for a layer: as its `Rotary` says).
+        what: a weight (heads * D, in) or bias (heads * D,) of q or k, of which a permuted copy is returned; or a
+            `MultiHeadAttention`, whose q and k are changed in place (its position encoding is not changed).
+        num_heads: the heads of a weight: H for q, G for k.
+        to: the order to convert to, from the other one.
+        width: how many dimensions of a head are rotated; by default all (for a layer: the width of its `Rotary`).
 
     >>> rotary_pairs(torch.arange(6), num_heads=1, to="interleaved").tolist()
     [0, 3, 1, 4, 2, 5]
@@ -60,7 +60,7 @@ def rotary_pairs(
 def convert_pairs(
     tensors: dict[str, Tensor], heads: int, kv_heads: int, to: str, width: int | None = None
 ) -> dict[str, Tensor]:
-    """The same for the canonical tensors of a layer: q_proj, k_proj and the norms of a head's q and k."""
+    """As `rotary_pairs`, for the canonical tensors of a layer: q_proj, k_proj, q_norm and k_norm."""
     stems = {"q_proj": heads, "k_proj": kv_heads, "q_norm": 1, "k_norm": 1}
     return {
         key: _permuted(tensor, stems[key.split(".")[0]], to, width) if key.split(".")[0] in stems else tensor
@@ -69,6 +69,7 @@ def convert_pairs(
 
 
 def _permuted(tensor: Tensor, heads: int, to: str, width: int | None) -> Tensor:
+    """The rows of one tensor, permuted within each head."""
     head_dim = tensor.shape[0] // heads
     width = head_dim if width is None else width
     if width % 2 or not 0 < width <= head_dim:

@@ -1,4 +1,4 @@
-"""`q_proj k_proj v_proj out_proj`: our own names, also those of Whisper, BART, OPT and CLIP. Each bias on its own."""
+"""`q_proj k_proj v_proj out_proj`: our own names, also those of Whisper, BART, OPT and CLIP. Any combination of biases."""
 
 from regard.layouts.base import EVERYTHING, Layout, linear
 

@@ -1,4 +1,4 @@
-"""Put ours where an `nn.MultiheadAttention` was: the same parameters and calls, the same answer without its traps."""
+"""Replace every `nn.MultiheadAttention` of a model by ours: same parameters, same calls, same results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from regard.attention import attend, attention_weights
 from regard.errors import bad_type, bad_value, no_torchscript, shape_of
 from regard.layouts.convert import load
-from regard.layouts.torch_mha_call import batch_first, operands, project, refused_as_by_torch, said_in_masks
+from regard.layouts.torch_mha_call import batch_first, mask_options, operands, project, with_torch_errors
 
 __all__ = ["SplitAttention", "SwappedAttention", "swap"]
 
@@ -21,21 +21,24 @@ Model = TypeVar("Model", bound=nn.Module)
 def swap(model: Model, split: bool = False) -> Model:
     """Replace every `nn.MultiheadAttention` in a model, in place; the model is returned.
 
-    It takes the same calls and gives the same answers, but: with and without weights alike; 0 before the output
-    projection, never NaN, where a query may see nothing; weights are those before dropout; `forward` and hooks run
-    inside `nn.TransformerEncoder` in evaluation too (its fast paths would go around them). `is_causal=True` is a hint
-    that `attn_mask` is the causal one; where it is not, the mask counts (torch believes the hint, or not, by whether
-    weights are needed). Here it also goes without a mask. What torch refuses, too, is an error of its type, with the
-    words of both. Nested tensors are served with gradient and in cross attention, too. TorchScript is refused.
+    Calls and results are the same as before, except that:
+
+    - a query that may see nothing gives 0 before the output projection, never NaN;
+    - returned weights are those before dropout;
+    - `forward` and hooks run inside `nn.TransformerEncoder` in eval mode too (its fast path would bypass them);
+    - `is_causal=True` is a hint that `attn_mask` is the causal mask; if it is not, the mask counts, with and without
+      weights (torch trusts the hint or not, depending on `need_weights`). It also works without a mask;
+    - errors that torch raises too have its type, with both messages;
+    - nested tensors work with gradients and in cross attention; TorchScript is refused.
 
     Args:
-        model: any module; if it is an `nn.MultiheadAttention` itself, what replaces it is returned. Give the outermost
-            one: an `nn.TransformerEncoder` is told not to nest its inputs any more.
-        split: False keeps the very same parameters and state dict keys, so that optimizers and checkpoints go on; True
-            puts a `MultiHeadAttention` with real `q_proj`, `k_proj`, `v_proj` there, its `layer`, for LoRA and the
-            like: new parameters, to be given to a new optimizer, and hooks to be registered anew.
+        model: any module; if it is an `nn.MultiheadAttention` itself, its replacement is returned. Pass the outermost
+            module, so that `nn.TransformerEncoder` stops nesting its inputs.
+        split: False keeps the same parameters and state dict keys, so that optimizers and checkpoints go on working;
+            True makes a `MultiHeadAttention` with separate `q_proj`, `k_proj`, `v_proj` (as `layer`), for LoRA and the
+            like. Its parameters are new: they need a new optimizer, and hooks have to be registered again.
 
-    Subclasses of `nn.MultiheadAttention` have code of their own: they are left, with a warning.
+    Subclasses of `nn.MultiheadAttention` have their own code: they are kept, with a warning.
 
     >>> model = nn.TransformerEncoder(nn.TransformerEncoderLayer(10, 2, 7, batch_first=True), 3)
     >>> x = torch.randn(2, 5, 10)
@@ -45,9 +48,9 @@ def swap(model: Model, split: bool = False) -> Model:
     """
     if not isinstance(model, nn.Module):
         raise bad_type("model", expected="an nn.Module", received=type(model).__name__)
-    found = {name: module for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
-    plain = {name: module for name, module in found.items() if type(module) in _OURS}
-    others = [f"{name or 'model'} ({type(found[name]).__name__})" for name in found if name not in plain]
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, nn.MultiheadAttention)}
+    plain = {name: module for name, module in modules.items() if type(module) in _REPLACEABLE}
+    others = [f"{name or 'model'} ({type(modules[name]).__name__})" for name in modules if name not in plain]
     if others:
         message = f"regard.swap left subclasses of nn.MultiheadAttention in place: {', '.join(others)}"
         warnings.warn(message, stacklevel=2)
@@ -55,7 +58,7 @@ def swap(model: Model, split: bool = False) -> Model:
         model = cast(Model, _split(model, plain))
     else:
         for module in plain.values():
-            module.__class__ = SwappedAttention  # the same object: parameters, hooks and whoever shares it stay
+            module.__class__ = SwappedAttention  # the same object keeps its parameters, hooks and sharing
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder) and any(
             isinstance(module, (SwappedAttention, SplitAttention)) for module in encoder.modules()
@@ -64,8 +67,9 @@ def swap(model: Model, split: bool = False) -> Model:
     return model
 
 
-def _split(model: nn.Module, found: dict[str, nn.MultiheadAttention]) -> nn.Module:
-    extra = [name or "model" for name, module in found.items() if module.bias_k is not None or module.add_zero_attn]
+def _split(model: nn.Module, modules: dict[str, nn.MultiheadAttention]) -> nn.Module:
+    """Replace these modules by `SplitAttention`."""
+    extra = [name or "model" for name, module in modules.items() if module.bias_k is not None or module.add_zero_attn]
     if extra:
         raise bad_value(
             "swap(split=True)",
@@ -73,9 +77,9 @@ def _split(model: nn.Module, found: dict[str, nn.MultiheadAttention]) -> nn.Modu
             received=", ".join(extra),
             remedy="swap(model), which keeps their extra keys",
         )
-    new = {id(module): SplitAttention(module) for module in found.values()}
+    new = {id(module): SplitAttention(module) for module in modules.values()}
     for parent in list(model.modules()):
-        for name, child in list(parent._modules.items()):  # not named_children, which names a shared child once
+        for name, child in list(parent._modules.items()):  # (named_children lists a shared child once only)
             if id(child) in new:
                 setattr(parent, name, new[id(child)])
     return new.get(id(model), model)
@@ -86,12 +90,12 @@ class SwappedAttention(nn.MultiheadAttention):
 
     @property
     def _qkv_same_embed_dim(self) -> bool:
-        """False, by which `nn.TransformerEncoderLayer` and `nn.TransformerEncoder` know not to go around `forward`."""
+        """False, so that `nn.TransformerEncoderLayer` and `nn.TransformerEncoder` do not bypass `forward`."""
         return False
 
     @_qkv_same_embed_dim.setter
     def _qkv_same_embed_dim(self, same: bool) -> None:
-        self.__dict__["_qkv_same_embed_dim"] = same  # what `__init__` and old checkpoints write is of no use here
+        self.__dict__["_qkv_same_embed_dim"] = same  # written by `__init__` and old checkpoints, not used
 
     def _reset_parameters(self) -> None:
         for weight in (self.in_proj_weight, self.q_proj_weight, self.k_proj_weight, self.v_proj_weight):
@@ -115,7 +119,7 @@ class SwappedAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `nn.MultiheadAttention.forward`: output, and weights (before dropout) where `need_weights`."""
+        """As `nn.MultiheadAttention.forward`: output, and weights (before dropout) if `need_weights`."""
 
         def compute(query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor | None]:
             packed = self.in_proj_weight
@@ -138,7 +142,7 @@ class SwappedAttention(nn.MultiheadAttention):
             out = self.out_proj(out.transpose(1, 2).flatten(2))
             return out, attention_weights(q, k, **options) if need_weights else None
 
-        with refused_as_by_torch(
+        with with_torch_errors(
             self,
             query,
             key,
@@ -147,9 +151,6 @@ class SwappedAttention(nn.MultiheadAttention):
             attn_mask=attn_mask,
             is_causal=is_causal,
             need_weights=need_weights,
-            bias_k=self.bias_k,
-            bias_v=self.bias_v,
-            add_zero_attn=self.add_zero_attn,
             separate=(self.q_proj_weight, self.k_proj_weight, self.v_proj_weight),
         ):
             return batch_first(
@@ -157,14 +158,14 @@ class SwappedAttention(nn.MultiheadAttention):
             )
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Asked by `torch.jit.script`."""
+        """Called by `torch.jit.script`."""
         no_torchscript(self)
 
 
 class SplitAttention(nn.Module):
-    """Takes the calls of `nn.MultiheadAttention` for its `layer`, a `MultiHeadAttention`; by `swap(split=True)`."""
+    """A `MultiHeadAttention` (`layer`) with the call of `nn.MultiheadAttention`; made by `swap(split=True)`."""
 
-    _qkv_same_embed_dim = False  # by which `nn.TransformerEncoderLayer` knows not to go around `forward`
+    _qkv_same_embed_dim = False  # so that `nn.TransformerEncoderLayer` does not bypass `forward`
 
     def __init__(self, module: nn.MultiheadAttention) -> None:
         super().__init__()
@@ -173,7 +174,7 @@ class SplitAttention(nn.Module):
         trained = {key: parameter.requires_grad for key, parameter in module.named_parameters()}
         for key, parameter in self.layer.named_parameters():
             stem, part = key.split(".")
-            names = (key, f"{stem}_{part}", f"in_proj_{part}")  # of out_proj, of one of three, of the three in one
+            names = (key, f"{stem}_{part}", f"in_proj_{part}")  # out_proj; separate weights; packed weights
             parameter.requires_grad_(next(trained[name] for name in names if name in trained))
         self.train(module.training)
 
@@ -191,17 +192,17 @@ class SplitAttention(nn.Module):
 
     @property
     def in_proj_weight(self) -> Tensor | None:
-        """The three weights in one, computed anew, for those who look at it."""
-        return self._joined("weight")
+        """The packed weight, computed on each access."""
+        return self._packed("weight")
 
     @property
     def in_proj_bias(self) -> Tensor | None:
-        """The three biases in one, computed anew, for those who look at it."""
-        return self._joined("bias")
+        """The packed bias, computed on each access."""
+        return self._packed("bias")
 
-    def _joined(self, part: str) -> Tensor | None:
-        parts = [getattr(linear, part) for linear in (self.layer.q_proj, self.layer.k_proj, self.layer.v_proj)]
-        return None if any(p is None or p.shape[1:] != parts[0].shape[1:] for p in parts) else torch.cat(parts)
+    def _packed(self, attribute: str) -> Tensor | None:
+        tensors = [getattr(linear, attribute) for linear in (self.layer.q_proj, self.layer.k_proj, self.layer.v_proj)]
+        return None if any(t is None or t.shape[1:] != tensors[0].shape[1:] for t in tensors) else torch.cat(tensors)
 
     def forward(
         self,
@@ -214,21 +215,21 @@ class SplitAttention(nn.Module):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `nn.MultiheadAttention.forward`: output, and weights (before dropout) where `need_weights`."""
+        """As `nn.MultiheadAttention.forward`: output, and weights (before dropout) if `need_weights`."""
 
         def compute(query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None) -> tuple[Tensor, Tensor | None]:
             (batch, n), m = query.shape[:2], key.shape[1]
-            options = said_in_masks(
+            options = mask_options(
                 (batch, self.num_heads, n, m), key_padding_mask=padding, attn_mask=attn_mask, is_causal=is_causal
             )
-            # The layer takes positions as a tensor; where n = m its own are the same: the first query at the first key.
-            first = options["positions"] is not None and n != m
-            options["positions"] = torch.arange(n, device=query.device) if first else None
+            # Causal from the top left: the first query is at the first key, which is the layer's default if n = m.
+            top_left = options["positions"] is not None and n != m
+            options["positions"] = torch.arange(n, device=query.device) if top_left else None
             result = self.layer(query, key, value, **options, need_weights=need_weights)
             return result if need_weights else (result, None)
 
         layer = self.layer
-        with refused_as_by_torch(
+        with with_torch_errors(
             self,
             query,
             key,
@@ -244,14 +245,15 @@ class SplitAttention(nn.Module):
             )
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Asked by `torch.jit.script`."""
+        """Called by `torch.jit.script`."""
         no_torchscript(self)
 
 
 def _check_widths(**inputs: tuple[Tensor, int]) -> None:
+    """Raise if an input does not have its width."""
     for what, (x, width) in inputs.items():
         if x.shape[-1] != width:
-            raise bad_value(what, expected=f"width {width}, as the module was made for", received=shape_of(x))
+            raise bad_value(what, expected=f"width {width}, that of the module", received=shape_of(x))
 
 
-_OURS = (nn.MultiheadAttention, SwappedAttention)
+_REPLACEABLE = (nn.MultiheadAttention, SwappedAttention)

@@ -3,7 +3,7 @@ v_proj_weight` instead of the first."""
 
 from regard.layouts.base import ALL_OR_NONE, Layout, linear
 
-_EXTRA = "one more learned key (add_bias_kv), which the layer does not have; regard.swap keeps such a module whole"
+_EXTRA = "one more learned key (add_bias_kv), which the layer does not have; regard.swap keeps it"
 
 layout = Layout(
     name="torch",

@@ -1,15 +1,19 @@
-"""A call of `nn.MultiheadAttention` in the words of `regard.attend`: one translation for all who need it.
+"""Translate a call of `nn.MultiheadAttention` to the arguments of `regard.attend`; used by `swap` and `watch`.
 
-Theirs: True hides, float masks are added, (B * H, N, M) masks, sequence first unless `batch_first`, causal masks from
-the top left, extra keys that every query sees. Ours: heads (B, H, N, D), a mask, a bias, positions.
+torch: True hides, float masks are added, masks may be (B * H, N, M), the sequence comes first unless `batch_first`,
+causal masks start at the top left, and extra keys are visible to all. Ours: heads (B, H, N, D), mask, bias, positions.
 
 Letters: B batch, H heads, N queries, M keys, D head width, W model width.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
+from operator import and_
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,15 +28,15 @@ __all__ = [
     "batch_first",
     "functional_operands",
     "is_causal_mask",
+    "mask_options",
     "operands",
     "project",
-    "refused_as_by_torch",
-    "said_in_masks",
+    "with_torch_errors",
 ]
 
 
 class Operands(NamedTuple):
-    """What `attend` takes: q (B, H, N, D), k and v (B, H, M, D), and options `mask`, `bias`, `positions`."""
+    """Arguments of `attend`: q (B, H, N, D), k and v (B, H, M, D), and options `mask`, `bias`, `positions`."""
 
     q: Tensor
     k: Tensor
@@ -40,7 +44,7 @@ class Operands(NamedTuple):
     options: dict[str, Any]
 
 
-def said_in_masks(
+def mask_options(
     shape: tuple[int, int, int, int],
     *,
     key_padding_mask: Tensor | None = None,
@@ -48,21 +52,21 @@ def said_in_masks(
     is_causal: bool = False,
     extra: int = 0,
 ) -> dict[str, Any]:
-    """`mask`, `bias` and `positions` of `attend`, for (B, H, N, M) and `extra` keys more, which all may see.
+    """`mask`, `bias` and `positions` of `attend`, for shape (B, H, N, M) plus `extra` keys that every query sees.
 
-    `is_causal` stands for the causal mask. Beside an `attn_mask` it is a hint that this is the causal one, and looked
-    after: the mask is what counts.
+    Without an `attn_mask`, `is_causal` means the causal mask. With one, it is a hint that this is the causal mask,
+    which is checked: if they differ, the mask counts.
 
-    >>> said_in_masks((1, 1, 2, 2), is_causal=True)
+    >>> mask_options((1, 1, 2, 2), is_causal=True)
     {'mask': Causal(), 'bias': None, 'positions': 0}
     """
     batch, heads, n, m = shape
-    parts: list[Mask] = []
+    masks: list[Mask] = []
     biases: list[Tensor] = []
     device = attn_mask.device if attn_mask is not None else None
     is_causal = is_causal and (attn_mask is None or is_causal_mask(attn_mask, n, m))
     if is_causal:
-        parts.append(Causal() | Keep(torch.arange(m + extra, device=device)[None] >= m) if extra else Causal())
+        masks.append(Causal() | Keep(torch.arange(m + extra, device=device)[None] >= m) if extra else Causal())
     elif attn_mask is not None:
         if tuple(attn_mask.shape) == (n, m):
             attn_mask = attn_mask[None, None]
@@ -75,7 +79,7 @@ def said_in_masks(
                 received=shape_of(attn_mask),
             )
         if _is_boolean("attn_mask", attn_mask):
-            parts.append(Hide(_padded(attn_mask, extra)))
+            masks.append(Hide(_padded(attn_mask, extra)))
         else:
             biases.append(_padded(attn_mask, extra))
     if key_padding_mask is not None:
@@ -84,30 +88,32 @@ def said_in_masks(
                 "key_padding_mask", expected=f"shape (B, M) = {(batch, m)}", received=shape_of(key_padding_mask)
             )
         if _is_boolean("key_padding_mask", key_padding_mask):
-            parts.append(Padding(keep=~_padded(key_padding_mask, extra)))
+            masks.append(Padding(keep=~_padded(key_padding_mask, extra)))
         else:
             biases.append(_padded(key_padding_mask, extra)[:, None, None])
-    mask = parts[0] if parts else None
-    for part in parts[1:]:
-        mask = part if mask is None else mask & part
-    return {"mask": mask, "bias": biases or None, "positions": 0 if is_causal else None}
+    return {
+        "mask": reduce(and_, masks) if masks else None,
+        "bias": biases or None,
+        "positions": 0 if is_causal else None,
+    }
 
 
 def _is_boolean(what: str, mask: Tensor) -> bool:
+    """True for a boolean mask, False for a float one; raises for others."""
     if mask.dtype is not torch.bool and not mask.is_floating_point():
         raise bad_type(
             what,
             expected="a boolean tensor (True hides) or a floating-point one (added to the scores)",
             received=mask.dtype,
-            remedy="mask.bool() where nonzero hides",
+            remedy="mask.bool(), if nonzero means hidden",
         )
     return mask.dtype is torch.bool
 
 
 def is_causal_mask(mask: Tensor, n: int, m: int) -> bool:
-    """Whether a mask is known to hide what is after the query, from the top left, and to do nothing else."""
+    """Whether a mask is exactly the causal one, from the top left. False if its values cannot be read now."""
     if torch.compiler.is_compiling() or mask.is_meta or tuple(mask.shape[-2:]) != (n, m):
-        return False  # it is read as it is
+        return False
     after = torch.ones(n, m, dtype=torch.bool, device=mask.device).triu(1)
     if mask.dtype is torch.bool:
         return bool((mask == after).all())
@@ -115,15 +121,15 @@ def is_causal_mask(mask: Tensor, n: int, m: int) -> bool:
 
 
 def _padded(mask: Tensor, extra: int) -> Tensor:
-    """More columns at the end that hide nothing."""
+    """The mask with `extra` more columns, which hide nothing."""
     return F.pad(mask, (0, extra)) if extra else mask
 
 
 def project(
     query: Tensor, key: Tensor, value: Tensor, weight: Tensor | tuple[Tensor, Tensor, Tensor], bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Through the packed weight (3 W, W), in one product for self attention; or through three of them. A bias of
-    another dtype is added as torch adds it: in that of the product."""
+    """Project by the packed weight (3 W, W), in one product for self attention, or by three weights. A bias of another
+    dtype is converted first, as torch does."""
     bias = None if bias is None else bias.to(query.dtype)
     if isinstance(weight, Tensor) and key is query and value is key:
         q, k, v = F.linear(query, weight, bias).chunk(3, dim=-1)
@@ -147,19 +153,22 @@ def operands(
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
 ) -> Operands:
-    """From projected q (B, N, W), k and v (B, M, W) to heads; `bias_k`, `bias_v` and zeros come as keys at the end."""
+    """Split projected q (B, N, W), k, v (B, M, W) into heads; `bias_k`, `bias_v` and zeros become keys at the end."""
     batch, n, m = q.shape[0], q.shape[1], k.shape[1]
-    more_k, more_v = [], []
+    extra_k, extra_v = [], []
     if bias_k is not None and bias_v is not None:
-        more_k.append(bias_k.expand(batch, 1, -1))
-        more_v.append(bias_v.expand(batch, 1, -1))
+        extra_k.append(bias_k.expand(batch, 1, -1))
+        extra_v.append(bias_v.expand(batch, 1, -1))
     if add_zero_attn:
-        more_k.append(k.new_zeros(batch, 1, k.shape[2]))
-        more_v.append(v.new_zeros(batch, 1, v.shape[2]))
-    extra = len(more_k)
+        extra_k.append(k.new_zeros(batch, 1, k.shape[2]))
+        extra_v.append(v.new_zeros(batch, 1, v.shape[2]))
+    extra = len(extra_k)
     if extra:
-        k, v = torch.cat([k, *(x.to(k.dtype) for x in more_k)], 1), torch.cat([v, *(x.to(v.dtype) for x in more_v)], 1)
-    options = said_in_masks(
+        k, v = (
+            torch.cat([k, *(x.to(k.dtype) for x in extra_k)], 1),
+            torch.cat([v, *(x.to(v.dtype) for x in extra_v)], 1),
+        )
+    options = mask_options(
         (batch, num_heads, n, m),
         key_padding_mask=key_padding_mask,
         attn_mask=attn_mask,
@@ -170,63 +179,42 @@ def operands(
     return Operands(q, k, v, options)
 
 
-def functional_operands(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    embed_dim_to_check: int,
-    num_heads: int,
-    in_proj_weight: Tensor | None,
-    in_proj_bias: Tensor | None,
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    dropout_p: float,
-    out_proj_weight: Tensor,
-    out_proj_bias: Tensor | None,
-    training: bool = True,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    use_separate_proj_weight: bool = False,
-    q_proj_weight: Tensor | None = None,
-    k_proj_weight: Tensor | None = None,
-    v_proj_weight: Tensor | None = None,
-    static_k: Tensor | None = None,
-    static_v: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> Operands:
-    """The same from the arguments of `F.multi_head_attention_forward`: inputs (N, B, W), or (N, W) without a batch.
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
-    As it computes: where neither weights are needed nor keys are padding, it believes `is_causal` and reads no mask.
+
+def functional_operands(*args: Any, **kwargs: Any) -> Operands:
+    """The operands of a call of `F.multi_head_attention_forward`: inputs (N, B, W), or (N, W) without a batch.
+
+    Like torch, it trusts `is_causal` and ignores `attn_mask` if neither weights nor a padding mask are given.
     """
-    one = query.dim() == 2
-    q, k, v = (x[None] if one else x.transpose(0, 1) for x in (query, key, value))
-    k = q if key is query else k
-    v = k if value is key else v
-    weight = (q_proj_weight, k_proj_weight, v_proj_weight) if use_separate_proj_weight else in_proj_weight
-    q, k, v = project(q, k, v, weight, in_proj_bias)  # type: ignore[arg-type]
-    if static_k is not None:  # (B * H, M, D), in the place of what was projected
-        k = static_k.unflatten(0, (-1, num_heads)).transpose(1, 2).flatten(2)
-    if static_v is not None:
-        v = static_v.unflatten(0, (-1, num_heads)).transpose(1, 2).flatten(2)
-    if one and key_padding_mask is not None:
-        key_padding_mask = key_padding_mask[None]
-    believed = is_causal and attn_mask is not None and not need_weights and key_padding_mask is None
-    found = operands(
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    call = SimpleNamespace(**bound.arguments)
+    unbatched = call.query.dim() == 2
+    q, k, v = (x[None] if unbatched else x.transpose(0, 1) for x in (call.query, call.key, call.value))
+    k = q if call.key is call.query else k
+    v = k if call.value is call.key else v
+    separate = (call.q_proj_weight, call.k_proj_weight, call.v_proj_weight)
+    q, k, v = project(q, k, v, separate if call.use_separate_proj_weight else call.in_proj_weight, call.in_proj_bias)
+    if call.static_k is not None:  # (B * H, M, D), replaces the projected keys
+        k = call.static_k.unflatten(0, (-1, call.num_heads)).transpose(1, 2).flatten(2)
+    if call.static_v is not None:
+        v = call.static_v.unflatten(0, (-1, call.num_heads)).transpose(1, 2).flatten(2)
+    padding = call.key_padding_mask
+    trusted = call.is_causal and call.attn_mask is not None and not call.need_weights and padding is None
+    result = operands(
         q,
         k,
         v,
-        num_heads,
-        bias_k=bias_k,
-        bias_v=bias_v,
-        add_zero_attn=add_zero_attn,
-        key_padding_mask=key_padding_mask,
-        attn_mask=None if believed else attn_mask,
-        is_causal=is_causal,
+        call.num_heads,
+        bias_k=call.bias_k,
+        bias_v=call.bias_v,
+        add_zero_attn=call.add_zero_attn,
+        key_padding_mask=padding[None] if unbatched and padding is not None else padding,
+        attn_mask=None if trusted else call.attn_mask,
+        is_causal=call.is_causal,
     )
-    return found._replace(options=found.options | {"mask": Causal()}) if believed else found  # (extra keys are hidden)
+    return result._replace(options=result.options | {"mask": Causal()}) if trusted else result  # (hides extra keys)
 
 
 Compute = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], tuple[Tensor, "Tensor | None"]]
@@ -242,10 +230,10 @@ def batch_first(
     already: bool,
     average: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Call `compute` on (B, N, W), (B, M, W), (B, M, W) and (B, M), whatever way the tensors came; and give back its
-    output (B, N, W) and weights (B, H, N, M), if any, the way they came: sequence first, without a batch, nested.
+    """Call `compute` on batch-first inputs (B, N, W), (B, M, W), (B, M, W) and padding (B, M); return its output and
+    weights in the form of the inputs: sequence first, without a batch, or nested.
 
-    Tensors that were one object stay one, so that self attention is known by it.
+    Inputs that are the same object stay the same object, which marks self attention.
     """
     for what, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
@@ -253,33 +241,33 @@ def batch_first(
     if query.is_nested or key.is_nested or value.is_nested:
         return _nested(compute, query, key, value, key_padding_mask, average=average)
 
-    def turn(x: Tensor) -> Tensor:
+    def to_batch_first(x: Tensor) -> Tensor:
         return x[None] if x.dim() == 2 else x if already else x.transpose(0, 1)
 
     if {query.dim(), key.dim(), value.dim()} not in ({2}, {3}):
         raise bad_value(
             "query, key, value",
-            expected="three of 3 axes, or three of 2 without a batch",
+            expected="all three with 3 axes, or with 2 axes if there is no batch",
             received=f"{shape_of(query)}, {shape_of(key)}, {shape_of(value)}",
         )
-    alone = query.dim() == 2
-    q = turn(query)
-    k = q if key is query else turn(key)
-    v = k if value is key else turn(value)
-    if alone and key_padding_mask is not None:
+    unbatched = query.dim() == 2
+    q = to_batch_first(query)
+    k = q if key is query else to_batch_first(key)
+    v = k if value is key else to_batch_first(value)
+    if unbatched and key_padding_mask is not None:
         key_padding_mask = key_padding_mask[None]
     out, weights = compute(q, k, v, key_padding_mask)
     if weights is not None:
         weights = weights.mean(1) if average else weights
-        weights = weights[0] if alone else weights
-    return (out[0] if alone else out if already else out.transpose(0, 1)), weights
+        weights = weights[0] if unbatched else weights
+    return (out[0] if unbatched else out if already else out.transpose(0, 1)), weights
 
 
 def _nested(
     compute: Compute, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, *, average: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Texts of different lengths as nested tensors, (B, n, W) each: pad them, and nest the output as the query is. The
-    weights, (B, N, M), stay padded."""
+    """`batch_first` for nested tensors (B, n, W): pad them, compute, and nest the output like the query. The weights,
+    (B, N, M), stay padded."""
     if not (query.is_nested and key.is_nested and value.is_nested) or key_padding_mask is not None:
         raise bad_value(
             "nested query, key, value",
@@ -292,19 +280,19 @@ def _nested(
         raise bad_value(
             "nested query, key, value",
             expected="texts of shape (n, W)",
-            received=f"{query.dim()}, {key.dim()}, {value.dim()} axes with that of texts",
+            received=f"{query.dim()}, {key.dim()}, {value.dim()} axes, the batch included",
         )
-    lengths, of_keys, of_values = ([item.shape[0] for item in x.unbind()] for x in (query, key, value))
-    if of_keys != of_values or len(of_keys) != len(lengths):
+    lengths, key_lengths, value_lengths = ([item.shape[0] for item in x.unbind()] for x in (query, key, value))
+    if key_lengths != value_lengths or len(key_lengths) != len(lengths):
         raise bad_value(
             "nested query, key, value",
-            expected="as many texts in each, keys as long as their values",
-            received=f"lengths {lengths}, {of_keys} and {of_values}",
+            expected="equal numbers of texts, and keys as long as their values",
+            received=f"lengths {lengths}, {key_lengths} and {value_lengths}",
         )
     q = torch.nested.to_padded_tensor(query, 0.0)
     k = q if key is query else torch.nested.to_padded_tensor(key, 0.0)
     v = k if value is key else torch.nested.to_padded_tensor(value, 0.0)
-    hidden = torch.arange(k.shape[1], device=k.device) >= torch.tensor(of_keys, device=k.device)[:, None]
+    hidden = torch.arange(k.shape[1], device=k.device) >= torch.tensor(key_lengths, device=k.device)[:, None]
     out, weights = compute(q, k, v, hidden)
     rows = [row[:length] for row, length in zip(out, lengths, strict=True)]
     if query.layout is torch.jagged and query.lengths() is None:  # type: ignore[attr-defined]
@@ -315,44 +303,31 @@ def _nested(
 
 
 @contextmanager
-def refused_as_by_torch(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    separate: tuple[Tensor | None, Tensor | None, Tensor | None],
-    bias_k: Tensor | None = None,
-    bias_v: Tensor | None = None,
-    add_zero_attn: bool = False,
-    **call: Any,
+def with_torch_errors(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, separate: tuple[Tensor | None, ...], **call: Any
 ) -> Iterator[None]:
-    """Where a call of what replaces an `nn.MultiheadAttention` raises, ask torch for the same; where it raises as well,
-    the error is of both types."""
+    """If the body raises, make the same call of torch's own attention; if that raises too, the error has both types.
+
+    Args:
+        module: what replaces an `nn.MultiheadAttention`, with its attributes.
+        separate: the weights of q, k and v, used if `module.in_proj_weight` is None.
+        call: the other arguments of `nn.MultiheadAttention.forward`.
+    """
     refuse_trace("attention")
     try:
         yield
     except Exception as error:
-        refusal = _refusal(module, query, key, value, separate, bias_k, bias_v, add_zero_attn, call)
-        if refusal is None or isinstance(error, type(refusal)):
+        torch_error = _torch_error(module, query, key, value, separate, call)
+        if torch_error is None or isinstance(error, type(torch_error)):
             raise
-        raise also(error, refusal) from None
+        raise also(error, torch_error) from None
 
 
-def _refusal(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    separate: tuple[Tensor | None, Tensor | None, Tensor | None],
-    bias_k: Tensor | None,
-    bias_v: Tensor | None,
-    add_zero_attn: bool,
-    call: dict[str, Any],
+def _torch_error(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, separate: tuple[Tensor | None, ...], call: dict[str, Any]
 ) -> Exception | None:
-    """What torch raises for a call, if it does."""
+    """The error that torch's own attention raises for a call, or None."""
     packed = module.in_proj_weight
-    names = dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), separate, strict=True))
     try:
         if module.batch_first and query.dim() == 3:
             query, key, value = (x.transpose(0, 1) if x.dim() == 3 else x for x in (query, key, value))
@@ -364,17 +339,17 @@ def _refusal(
             module.num_heads,
             packed,
             module.in_proj_bias,
-            bias_k,
-            bias_v,
-            add_zero_attn,
+            getattr(module, "bias_k", None),
+            getattr(module, "bias_v", None),
+            getattr(module, "add_zero_attn", False),
             0.0,
             module.out_proj.weight,
             module.out_proj.bias,
             training=False,
             use_separate_proj_weight=packed is None,
-            **names,
+            **dict(zip(("q_proj_weight", "k_proj_weight", "v_proj_weight"), separate, strict=True)),
             **call,
         )
-    except Exception as refusal:
-        return refusal
+    except Exception as error:
+        return error
     return None

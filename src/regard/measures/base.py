@@ -14,9 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from regard.errors import bad_type, bad_value
-
-__all__ = ["NO_TOKEN", "Measure", "PerKey", "PerQuery", "Plane", "Strip", "add_to_keys", "count", "ranks"]
+__all__ = ["NO_TOKEN", "Measure", "PerKey", "PerQuery", "Plane", "Strip", "add_to_keys", "ranks"]
 
 NO_TOKEN = torch.iinfo(torch.int64).min  # the id of what is no token: padding, or what stands before a text
 
@@ -282,12 +280,3 @@ def ranks(padding: Tensor | None, size: int, device: torch.device) -> tuple[Tens
         return torch.arange(size, device=device)[None], torch.full((1, 1), size, device=device)
     real = ~padding
     return (real.cumsum(1) - 1).masked_fill(padding, -1), real.sum(1, keepdim=True)
-
-
-def count(what: str, value: object, at_least: int) -> int:
-    """A whole number that a caller gave, if it is one and not too small."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise bad_type(what, expected="an integer", received=f"{type(value).__name__} {value!r}")
-    if value < at_least:
-        raise bad_value(what, expected=f"at least {at_least}", received=value)
-    return value

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from regard.measures.base import Measure, PerKey, PerQuery, Plane, Strip, count
+from regard.checks import whole_number
+from regard.measures.base import Measure, PerKey, PerQuery, Plane, Strip
 
 __all__ = [
     "Distance",
@@ -95,7 +96,7 @@ class Offsets(Measure):
     gives = {"offsets": "mean"}
 
     def __init__(self, before: int = 8, after: int = 8) -> None:
-        self.before, self.after = count("before", before, 0), count("after", after, 0)
+        self.before, self.after = whole_number("before", before, at_least=0), whole_number("after", after, at_least=0)
 
     def begin(self, plane: Plane) -> Tensor:
         return plane.new(self.before + 1 + self.after)
@@ -142,7 +143,7 @@ class Local(PerQuery):
     gives = {"local": "query"}
 
     def __init__(self, width: int = 3) -> None:
-        self.width = count("width", width, 0)
+        self.width = whole_number("width", width, at_least=0)
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
         columns, ahead = strip.near(self.width, self.width)

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.checks import whole_number
 from regard.errors import bad_value
-from regard.measures.base import Measure, Plane, Strip, count, ranks
+from regard.measures.base import Measure, Plane, Strip, ranks
 
 __all__ = ["Crop", "Heatmap", "Links", "TopLinks"]
 
@@ -25,8 +26,8 @@ class Heatmap(Measure):
     gives = {"heatmap": "map"}
 
     def __init__(self, rows: int = 64, cols: int | None = None) -> None:
-        self.rows = count("rows", rows, 1)
-        self.cols = self.rows if cols is None else count("cols", cols, 1)
+        self.rows = whole_number("rows", rows, at_least=1)
+        self.cols = self.rows if cols is None else whole_number("cols", cols, at_least=1)
 
     def prepare(self, plane: Plane) -> tuple[Tensor, Tensor]:
         """The cell of each query (1|B, N) and of each key (1|B, M); padding, whose weights are 0, is in the first."""
@@ -83,8 +84,8 @@ class Crop(Measure):
 
     def __init__(self, r0: int, r1: int, c0: int, c1: int) -> None:
         for what, first, last in (("rows", r0, r1), ("cols", c0, c1)):
-            count(what, first, 0)
-            if not count(what, last, 0) > first:
+            whole_number(what, first, at_least=0)
+            if not whole_number(what, last, at_least=0) > first:
                 raise bad_value(f"Crop {what}", expected="a first before the last", received=f"{first} and {last}")
         self.r0, self.r1, self.c0, self.c1 = r0, r1, c0, c1
 
@@ -133,7 +134,7 @@ class Links(Measure):
     gives = {"links": "choice"}
 
     def __init__(self, k: int = 8) -> None:
-        self.k = count("k", k, 1)
+        self.k = whole_number("k", k, at_least=1)
 
     def begin(self, plane: Plane) -> TopLinks:
         k = min(self.k, plane.keys)

@@ -1,7 +1,7 @@
-"""Real models on the layer: an encoder and a decoder, loaded from real weights.
+"""An encoder and a decoder built of the attention layer, with trained weights.
 
-`load("minilm")` and `load("smollm2")` are embedded models, which install as packages; `load(path)` takes any folder or
-GGUF file of the families in `FAMILIES`.
+`load("minilm")` and `load("smollm2")` load models that install as Python packages; `load(path)` loads a folder or GGUF
+file of one of the `FAMILIES`.
 """
 
 from regard.models.base import Batch

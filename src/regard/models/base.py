@@ -7,20 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value, is_panic, shape_of
-from regard.models.blocks import read_together
+from regard.models.blocks import Embedding, read_together
 from regard.models.config import ModelConfig
 from regard.onednn import packed
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["Batch", "TextModel", "padded", "tokenizing"]
+__all__ = ["Batch", "TextInput", "TextModel", "padded", "tokenizing"]
 
 
 @contextmanager
@@ -71,6 +72,16 @@ def padded(rows: Sequence[Sequence[int]], value: int = 0, side: Literal["right",
     return Batch(ids, keep)
 
 
+@dataclass(frozen=True)
+class TextInput:
+    """The text of one call of a model."""
+
+    ids: Tensor  # (B, N)
+    keep: Tensor | None  # (B, N), True where there is a token and not padding; with a cache (B, cached + N)
+    length: int  # N
+    single: bool  # whether the ids were given as (N,)
+
+
 class TextModel(nn.Module):
     """A model with its tokenizer.
 
@@ -83,12 +94,12 @@ class TextModel(nn.Module):
     """
 
     blocks: nn.ModuleList
+    embedding: Embedding
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None = None, name: str = "") -> None:
         super().__init__()
         self.config, self.tokenizer, self.name = config, tokenizer, name
         self.unused: tuple[str, ...] = ()
-        self.spread: Any = None  # where texts are spread over processes: how (see `regard.parallel`)
         self.first: Callable[[int], int] | None = None  # where several compute as one: the first one's number, on all
 
     @property
@@ -136,12 +147,11 @@ class TextModel(nn.Module):
             raise bad_type("ids", expected="integers", received=str(error).splitlines()[0]) from error
 
     def packed(self) -> AbstractContextManager[None]:
-        """Within it, products with few rows (short texts, one token at a time) are faster: the weights are there a
-        second time, in the order that oneDNN likes. `generate` and `stream` do so by themselves.
+        """Within it, products with few rows (short texts, one token at a time) are faster on some CPUs: the weights are
+        there a second time, in oneDNN's own order. `generate` and `stream` do so by themselves.
 
-        When it is made, the copies are compared with the weights, and made anew where they differ. Entering it, once
-        or many times, compares nothing: from then on change no weight through `.data`, or make another. Copies live as
-        long as the model. See `regard.onednn.packed`.
+        The copies are made at once and live as long as what is returned, which may be entered many times. Make another
+        after weights were changed through `.data`. See `regard.onednn.packed`.
         """
         groups = [group for module in self.modules() for group in read_together(module)]
         within = {linear for group in groups for linear in group}
@@ -168,6 +178,18 @@ class TextModel(nn.Module):
                 remedy="pass token ids, or set model.tokenizer to a tokenizers.Tokenizer",
             )
         return self.tokenizer
+
+    def _read(self, ids: Tensor, keep: Tensor | None) -> TextInput:
+        """Checked ids and flags, with a batch axis."""
+        self._check_ids(ids, keep)
+        single = ids.dim() == 1
+        if single:
+            ids, keep = ids[None], None if keep is None else keep[None]
+        return TextInput(ids, keep, ids.shape[1], single)
+
+    def _embed(self, text: TextInput, positions: Tensor | int, token_types: Tensor | None = None) -> Tensor:
+        """(B, N, W): token, position and type embeddings."""
+        return self.embedding(text.ids, positions, token_types)
 
     def _check_ids(self, ids: Tensor, keep: Tensor | None) -> None:
         """Raise where ids are not (B, N) of the vocabulary, or `keep` not booleans of as many rows."""

@@ -1,4 +1,4 @@
-"""What encoders and decoders are built of: embeddings, norms, the feed-forward part, and the block around attention.
+"""The parts of encoders and decoders: embeddings, norms, the feed-forward part, and the block around attention.
 
       post (BERT)                       pre (GPT-2, Llama)                parallel (GPT-NeoX)
       x = norm(x + attention(x))        x = x + attention(norm(x))        x = x + attention(norm(x))
@@ -25,14 +25,14 @@ from regard.positions import RelativeBias, Rotary
 __all__ = ["Block", "Embedding", "FeedForward", "RMSNorm", "new_norm", "read_together"]
 
 
-_SMALL = 1 << 16
+_SMALL = 1 << 16  # numbers
 
 
 class RMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm`; for large tensors without a gradient in less memory, which is what takes the time."""
+    """`nn.RMSNorm`, computed with fewer temporaries for large tensors without a gradient, which is faster."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., W) over the root of its mean square, times the weight; in float32 or wider, as x's dtype."""
+        """x (..., W) divided by its root mean square, times the weight; computed in float32 or wider."""
         if torch.is_grad_enabled() or x.numel() < _SMALL:
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)
         wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
@@ -48,7 +48,7 @@ def new_norm(config: ModelConfig) -> nn.Module:
 
 
 class Embedding(nn.Module):
-    """Tokens (B, N) to vectors (B, N, W): the token's own, its position's and its type's, where they are learned."""
+    """Token ids (B, N) to vectors (B, N, W): the sum of learned token, position and type embeddings."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Embedding(nn.Module):
         self.norm = new_norm(config) if config.order == "post" else None
 
     def forward(self, ids: Tensor, positions: Tensor | int = 0, token_types: Tensor | None = None) -> Tensor:
-        """`positions`: those of the tokens, (N,) or (B, N), or the first one's."""
+        """`positions`: of the tokens, (N,) or (B, N), or the position of the first token."""
         x = self.tokens(ids)
         if self.types is not None:
             x = x + (self.types.weight[0] if token_types is None else self.types(token_types))
@@ -74,27 +74,27 @@ class Embedding(nn.Module):
         return x if self.norm is None else self.norm(x)
 
     def check(self, positions: Tensor | int, count: int) -> int:
-        """Where so many tokens end. Raise where no position was learned for that."""
+        """The position after the last of `count` tokens. Raises if it is beyond the learned positions."""
         end = positions + count if isinstance(positions, int) else int(positions.max()) + 1 if count else 0
         if self.places is not None and self.context is not None and end > self.context:
             raise bad_value(
                 "ids",
-                expected=f"at most {self.context} tokens, for so many positions were learned",
+                expected=f"at most {self.context} tokens, the number of learned positions",
                 received=f"{end} tokens",
-                remedy="cut the text",
+                remedy="truncate the text",
             )
         return end
 
 
 def _table(rows: int, width: int) -> nn.Embedding:
-    """An `nn.Embedding`. On the meta device there is nothing to draw at random, and to try takes torch 1.7 s, once."""
+    """An `nn.Embedding`, on the meta device without random initialisation, which costs torch 1.7 s the first time."""
     if torch.get_default_device().type == "meta":
         return nn.Embedding(rows, width, _weight=torch.empty(rows, width))
     return nn.Embedding(rows, width)
 
 
 class FeedForward(nn.Module):
-    """W -> F -> W: down(activation(up(x))), or down(activation(gate(x)) * up(x)) where gated."""
+    """W -> F -> W: down(activation(up(x))), or down(activation(gate(x)) * up(x)) if gated."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(inner, width, bias=bias)
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """(B, N, W) -> (B, N, W), with `add` added."""
+        """(B, N, W) -> (B, N, W); `add` is added to the result."""
         if self.gate is None:
             inner = project(self.up, x, activation=self.activation)
         elif x.shape[1] > _FEW_TOKENS:
@@ -116,7 +116,7 @@ class FeedForward(nn.Module):
         return project(self.down, inner, add=add)
 
 
-_FEW_TOKENS = 8  # up to here one product for gate and up is worth more than what follows it for free
+_FEW_TOKENS = 8  # up to here one product for gate and up is faster than two with fused activation and product
 
 
 class Block(nn.Module):
@@ -138,14 +138,13 @@ class Block(nn.Module):
         """(B, N, W) -> (B, N, W); the options are those of `MultiHeadAttention.forward`."""
         if self.order == "post":
             attended = self.attention_norm(x + self.attention(x, **attention_options))
-            return self.attention.like(self.mlp_norm(self.mlp(attended, add=attended)), x)
-        normed = self.attention.like(self.attention_norm(x), x)
-        attended = x + self.attention(normed, **attention_options)
-        return self.attention.like(self.mlp(self.mlp_norm(attended if self.order == "pre" else x), add=attended), x)
+            return self.mlp_norm(self.mlp(attended, add=attended))
+        attended = x + self.attention(self.attention_norm(x), **attention_options)
+        return self.mlp(self.mlp_norm(attended if self.order == "pre" else x), add=attended)
 
 
 def read_together(module: nn.Module) -> list[tuple[nn.Module, ...]]:
-    """Projections within a module that read the same input, and may be one product."""
+    """The projections of a module that have the same input, and so can be computed as one product."""
     if isinstance(module, MultiHeadAttention):
         return [(module.q_proj, module.k_proj, module.v_proj)]
     if isinstance(module, FeedForward) and module.gate is not None:

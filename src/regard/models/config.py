@@ -1,4 +1,4 @@
-"""What a model is made of, in our own words: `ModelConfig`. Families (`families.py`) say it from a config.json.
+"""The sizes and choices that define a model: `ModelConfig`. `families.py` makes one from a config.json.
 
 Letters: W model width, H query heads, G kv heads, D head width, F width of the feed-forward part, V vocabulary.
 """
@@ -19,27 +19,27 @@ __all__ = ["ModelConfig"]
 
 @dataclass(frozen=True)
 class ModelConfig(Configuration):
-    """The sizes and choices of a whole model; those of its attention are a `Configuration`'s.
+    """The sizes and choices of a whole model; those of its attention layers are the fields of `Configuration`.
 
     Attributes:
-        family: as config.json's `model_type` names it.
+        family: config.json's `model_type`.
         kind: "encoder" (each token sees all) or "decoder" (each token sees those before it).
         vocabulary: V, rows of the token embedding.
         inner: F.
         norm: "layer" (LayerNorm) or "rms" (RMSNorm), with `norm_eps`.
         order: where the norms are: "post" (after the residual), "pre" (before each part), or "parallel" (before each
             part, and both parts read the same residual).
-        activation: one of `regard.onednn.ACTIVATIONS`; `gated`: whether a second projection multiplies it.
+        activation: one of `regard.onednn.ACTIVATIONS`; `gated`: whether it is multiplied by a second projection.
         mlp_bias: whether the feed-forward projections have a bias.
-        first_position: number of the first learned position (RoBERTa: 2); its table has that many rows more.
+        first_position: index of the first learned position that is used (RoBERTa: 2).
         token_types: rows of the token type embedding; 0 for none.
-        windows: how many tokens back each layer sees, itself included; None for all.
-        scales: the scale of each layer, where they differ.
+        windows: the sliding window of each layer, in tokens, the query included; None for no window.
+        scales: the scale of each layer, if they differ.
         tied: whether the head's weight is the token embedding's.
         bos, eos, pad: token ids; generation ends at any of `eos`.
-        pooling: how `Encoder.embed` makes one vector of many: "mean" or "cls"; `normalised`: to length 1.
-        not_pooled: what `Encoder.embed` would have to do and cannot, in words: another pooling, a layer after it.
-        embed_length: the longest text, in tokens, that `Encoder.embed` reads; the rest is cut. None: the context.
+        pooling: how `Encoder.embed` pools token vectors: "mean" or "cls"; `normalised`: whether to length 1.
+        not_pooled: why `Encoder.embed` cannot pool as the model was trained; empty if it can.
+        embed_length: `Encoder.embed` truncates texts to so many tokens. None: the context.
     """
 
     family: str = ""
@@ -85,7 +85,7 @@ class ModelConfig(Configuration):
         if (self.head_dim or 0) * self.num_heads > WIDTH:
             raise bad_value(
                 "head_dim",
-                expected=f"heads that are all together at most {WIDTH} wide",
+                expected=f"a total width of all heads of at most {WIDTH}",
                 received=f"{self.num_heads} heads of width {self.head_dim}",
             )
         for what in ("windows", "scales"):
@@ -99,12 +99,12 @@ class ModelConfig(Configuration):
         numbers = {"norm_eps": self.norm_eps, "rotary_base": self.rotary_base, "scale": self.scale}
         for what, given in (*numbers.items(), *(("scales", scale) for scale in self.scales or ())):
             if given is not None and not (isinstance(given, (int, float)) and 0 < given <= 1e30):
-                raise bad_value(what, expected="a positive number, finite", received=repr(given))
+                raise bad_value(what, expected="a positive finite number", received=repr(given))
         if self.positions == "learned" and not self.context:
             raise bad_value("context", expected="the number of learned positions", received=self.context)
 
     def window_of(self, layer: int) -> int | None:
-        """How many tokens back a layer sees, itself included; None for all."""
+        """The sliding window of a layer, in tokens, the query included; None for no window."""
         return self.window if self.windows is None else self.windows[layer]
 
     def scale_of(self, layer: int) -> float | None:
@@ -114,6 +114,6 @@ class ModelConfig(Configuration):
 
 @cache
 def _choices() -> dict[str, tuple[str, ...]]:
-    """The fields that are one of a few words, and those words. (Each block makes a config: it is asked often.)"""
+    """The fields with a fixed set of values, and those values. (Cached, since every block makes a config.)"""
     hints = get_type_hints(ModelConfig)
     return {what: get_args(hints[what]) for what in ("kind", "norm", "order", "pooling")}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,14 +67,10 @@ class Decoder(TextModel):
         Returns:
             (B, N, V); what stands at padding is without meaning.
         """
-        if self.spread is None:  # (else `hidden` refuses a cache, on all ranks)
-            self._check_cache(cache)
-        with nullcontext() if cache is None or self.spread is not None else together(cache):
+        self._check_cache(cache)
+        with nullcontext() if cache is None else together(cache):
             states = self.hidden(ids, keep=keep, cache=cache)
-            if not head:
-                return states
-            logits = project(self.head, states)
-            return logits if self.spread is None else self.spread.like(logits, states)
+            return project(self.head, states) if head else states
 
     def hidden(
         self, ids: Tensor, *, keep: Tensor | None = None, cache: Cache | None = None, states: list[Tensor] | None = None
@@ -85,36 +80,22 @@ class Decoder(TextModel):
         `states`, if given, is filled with what goes into the first layer and what comes out of each, layers + 1 of
         them; the last after the final norm.
         """
-        if self.spread is None:
-            self._check_ids(ids, keep)
-        if ids.dim() == 1:
-            one = ids[None] if self.spread is None else self.spread.like(ids[None], ids)
-            x = self.hidden(one, keep=None if keep is None else keep[None], cache=cache, states=states)
-            if states is not None:
-                states[:] = [state[0] for state in states]
-            return x[0] if self.spread is None else self.spread.like(x[0], x)
-        text = None
-        if self.spread is not None:  # these are some tokens of a text, and `keep` is the whole's
-            text = self.spread.text(ids, keep, partial(self._check_ids, ids, keep), cache)
-            keep = text.keep
         self._check_cache(cache)
-        held = self._held(cache, keep, ids.shape[1] if text is None else text.length)
-        if text is None:
-            x = self.embedding(ids, self._positions(ids.shape[1], keep, held))
-        else:
-            positions = self._positions(text.length, keep, held)
-            self.embedding.check(positions, text.length)  # of the whole: a part may well be near enough
-            x = text.marked(self.embedding(ids, text.part(positions)))
-        slots = self._slots(ids.shape[1], keep, held)
+        text = self._read(ids, keep)
+        keep = text.keep
+        held = self._held(cache, keep, text.length)
+        x = self._embed(text, self._positions(text.length, keep, held))
+        slots = self._slots(text.length, keep, held)
         with nullcontext() if cache is None else together(cache):
             for i, block in enumerate(self.blocks):
                 if states is not None:
                     states.append(x)
                 x = block(x, mask=self._mask(i, keep), positions=slots, cache=None if cache is None else cache[i])
-            x = self.norm(x) if text is None else text.marked(self.norm(x))
+            x = self.norm(x)
         if states is not None:
             states.append(x)
-        return x
+            states[:] = [state[0] for state in states] if text.single else states
+        return x[0] if text.single else x
 
     def new_cache(self, window: int | None = None, *, keep_first: int = 4, capacity: int = 0) -> Cache:
         """A cache for one text or batch, one part per layer.

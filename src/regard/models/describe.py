@@ -1,4 +1,4 @@
-"""A model in words and numbers: what it is, and the walk of a text through one of its layers."""
+"""Describe a model: its sizes, and the steps, shapes and costs of one layer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["describe", "facts", "walk"]
 
 
 def facts(model: TextModel) -> dict[str, str]:
-    """What a model is, in a few lines of name and value."""
+    """The main facts about a model, by name."""
     config = model.config
     counts, width = _head_counts(model), config.head_dim or config.embed_dim // config.num_heads
     parameters = sum(p.numel() for p in model.parameters())
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    seen = sorted({window for i in range(config.layers) if (window := config.window_of(i)) is not None})
+    windows = sorted({window for i in range(config.layers) if (window := config.window_of(i)) is not None})
     lines = {
         "family": f"{config.family}, {config.kind}",
         "layers": f"{config.layers}, {_heads(counts, width)}",
@@ -31,8 +31,8 @@ def facts(model: TextModel) -> dict[str, str]:
         "positions": f"{config.positions}, {config.context:,} tokens" if config.context else config.positions,
         "parameters": f"{parameters:,} ({str(model.dtype).removeprefix('torch.')}, {size / 2**20:,.1f} MB)",
     }
-    if seen:
-        lines["window"] = ", ".join(map(str, seen)) + " tokens"
+    if windows:
+        lines["window"] = ", ".join(map(str, windows)) + " tokens"
     if config.kind == "decoder":
         element = next(model.parameters()).element_size()
         lines["cache"] = f"{sum(kv for _, kv in counts) * 2 * width * element:,} bytes per token, all layers together"
@@ -42,13 +42,13 @@ def facts(model: TextModel) -> dict[str, str]:
 
 
 def _head_counts(model: TextModel) -> list[tuple[int, int]]:
-    """How many heads and kv heads each layer has now; the config tells how many there were before pruning."""
+    """The heads and kv heads of each layer, as they are now; the config has the numbers before pruning."""
     layers = [block.attention for block in model.blocks if isinstance(block, Block)]
     return [(layer.num_heads, layer.num_kv_heads) for layer in layers]
 
 
 def _heads(counts: list[tuple[int, int]], width: int) -> str:
-    """The heads of all layers in words; where layers differ, run by run of those that are alike.
+    """The heads of all layers in words; equal neighbouring layers are grouped.
 
     >>> _heads([(9, 3), (9, 3), (9, 3)], 64)
     'each with 9 heads of width 64, 3 kv heads'
@@ -58,32 +58,32 @@ def _heads(counts: list[tuple[int, int]], width: int) -> str:
     if len(set(counts)) == 1:
         heads, kv = counts[0]
         return f"each with {heads} heads of width {width}" + ("" if kv == heads else f", {kv} kv heads")
-    said = []
+    groups = []
     for (heads, kv), run in groupby(range(len(counts)), key=counts.__getitem__):
         first, *rest = run
         where = f"layers {first}-{rest[-1]}" if rest else f"layer {first}"
-        said.append(f"{heads}{'' if kv == heads else f' ({kv} kv)'} in {where}")
-    return f"with heads of width {width}: {', '.join(said)}"
+        groups.append(f"{heads}{'' if kv == heads else f' ({kv} kv)'} in {where}")
+    return f"with heads of width {width}: {', '.join(groups)}"
 
 
 def walk(block: Block, tokens: int) -> list[Step]:
-    """The steps of a text of `tokens` through one block, attention and feed-forward part."""
+    """The steps of one block, attention and feed-forward part, for a text of `tokens` tokens."""
     width = block.attention.embed_dim
     shape = (1, tokens, width)
 
     def norm(module: nn.Module) -> Step:
         return Step("norm", type(module).__name__, shape, sum(p.numel() for p in module.parameters()))
 
-    def through(step: str, name: str, what: str) -> Step:
+    def projection(step: str, name: str, what: str) -> Step:
         linear: nn.Linear = getattr(block.mlp, name)
         count = sum(p.numel() for p in linear.parameters())
         return Step(step, what, (1, tokens, linear.out_features), count, tokens * linear.weight.numel())
 
     mlp = block.mlp
-    inner = [through("widen", "up", f"mlp.up, {mlp.activation}" if mlp.gate is None else "mlp.up, times the gate")]
+    inner = [projection("widen", "up", f"mlp.up, {mlp.activation}" if mlp.gate is None else "mlp.up, times the gate")]
     if mlp.gate is not None:
-        inner.insert(0, through("gate", "gate", f"mlp.gate, {mlp.activation}"))
-    inner.append(through("narrow", "down", "mlp.down"))
+        inner.insert(0, projection("gate", "gate", f"mlp.gate, {mlp.activation}"))
+    inner.append(projection("narrow", "down", "mlp.down"))
     first, second = norm(block.attention_norm), norm(block.mlp_norm)
     attention, add = block.attention.walk(tokens), Step("add", "the residual", shape)
     if block.order == "post":
@@ -96,9 +96,9 @@ def walk(block: Block, tokens: int) -> list[Step]:
 def describe(model: TextModel, tokens: int) -> str:
     """See `TextModel.describe`."""
     lines = facts(model)
-    wide = max(map(len, lines))
+    name_width = max(map(len, lines))
     title = printable(model.name or model.config.family)
-    head = [title, *(f"  {name:<{wide}}  {printable(value)}" for name, value in lines.items())]
+    head = [title, *(f"  {name:<{name_width}}  {printable(value)}" for name, value in lines.items())]
     first = model.blocks[0]
     assert isinstance(first, Block)
     which = "One layer" if len(set(_head_counts(model))) == 1 else "Layer 0"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -63,38 +62,23 @@ class Encoder(TextModel):
         Returns:
             (B, N, W); what stands at padding is without meaning.
         """
-        if self.spread is None:
-            self._check_ids(ids, keep)
-        if ids.dim() == 1:
-            one = [None if x is None else x[None] for x in (keep, token_types)]
-            alone = ids[None] if self.spread is None else self.spread.like(ids[None], ids)
-            x = self(alone, keep=one[0], token_types=one[1], states=states)
-            if states is not None:
-                states[:] = [state[0] for state in states]
-            return x[0] if self.spread is None else self.spread.like(x[0], x)
-        text = None
-        if self.spread is not None:  # these are some tokens of a text, and `keep` is the whole's
-            text = self.spread.text(ids, keep, partial(self._check_ids, ids, keep))
-            keep = text.keep
+        text = self._read(ids, keep)
         if token_types is not None:
-            self._check_types(token_types, ids)
-        if keep is not None and text is None and keep.shape != ids.shape:
+            token_types = token_types[None] if text.single and isinstance(token_types, Tensor) else token_types
+            self._check_types(token_types, text.ids)
+        keep = text.keep
+        if keep is not None and keep.shape[1] != text.length:
             raise bad_value("keep", expected=f"one flag per token, {shape_of(ids)}", received=shape_of(keep))
-        positions = 0 if keep is None else (keep.cumsum(1) - 1).clamp_(min=0)
-        if text is None:
-            x = self.embedding(ids, positions, token_types)
-        else:
-            self.embedding.check(positions, text.length)  # of the whole: a part may well be near enough
-            x = text.marked(self.embedding(ids, text.part(positions), token_types))
+        x = self._embed(text, 0 if keep is None else (keep.cumsum(1) - 1).clamp_(min=0), token_types)
         for i, block in enumerate(self.blocks):
             if states is not None:
                 states.append(x)
             x = block(x, mask=self._mask(i, keep))
         x = x if self.norm is None else self.norm(x)
-        x = x if text is None else text.marked(x)
         if states is not None:
             states.append(x)
-        return x
+            states[:] = [state[0] for state in states] if text.single else states
+        return x[0] if text.single else x
 
     def _check_types(self, types: Tensor, ids: Tensor) -> None:
         """Raise where token types are not integers for each token, of those that were learned."""

@@ -1,7 +1,7 @@
-"""Files that come from others, opened in one place: only regular files, and what is wrong with one is said in words.
+"""Open and parse untrusted files: regular files only, and damaged ones raise a readable error.
 
-A pipe or a device in the place of a file would make whoever opens it wait for ever; JSON that is nested too deeply, or
-that holds a number of ten thousand digits, is no `JSONDecodeError`.
+Opening a pipe or a device in place of a file could block forever. JSON that is nested too deeply, or that has an
+integer of ten thousand digits, raises something else than `JSONDecodeError`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["check_regular", "damaged", "open_regular", "open_safetensors", "pars
 
 
 def damaged(path: str | os.PathLike[str], why: object, *, what: str = "a whole file") -> ValueError:
-    """The error for a file that cannot be what it should be."""
+    """The error for a file that is not `what` it should be."""
     return bad_value(
         str(path),
         expected=what,
@@ -38,7 +38,7 @@ _KINDS = {
 
 
 def check_regular(path: str | os.PathLike[str], mode: int | None = None) -> None:
-    """Raise where there is something else than a file: a folder, a pipe, a device. (`mode`: of the file, if known.)"""
+    """Raise if the path is a folder, a pipe, a socket or a device. `mode`: the file's `st_mode`, if known."""
     mode = os.stat(path).st_mode if mode is None else mode
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "something else")
@@ -46,13 +46,13 @@ def check_regular(path: str | os.PathLike[str], mode: int | None = None) -> None
 
 
 def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
-    """A file opened for reading bytes. Raises `OSError` as `open` does, and `ValueError` where it is no file."""
-    check_regular(path)  # (opening some devices does something)
-    return open(path, "rb", opener=_opened)
+    """Open a file for reading bytes. Raises `OSError` as `open` does, and `ValueError` if it is not a regular file."""
+    check_regular(path)  # (opening some devices has side effects)
+    return open(path, "rb", opener=_open_checked)
 
 
-def _opened(path: str, flags: int) -> int:
-    """What was opened, checked once more: it may be another file by now. (So opened, a pipe does not block.)"""
+def _open_checked(path: str, flags: int) -> int:
+    """Open without blocking on pipes, and check again what was opened: the path may have been replaced meanwhile."""
     handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
     try:
         check_regular(path, os.fstat(handle).st_mode)
@@ -63,7 +63,7 @@ def _opened(path: str, flags: int) -> int:
 
 
 def open_safetensors(path: str | os.PathLike[str], what: str = "a safetensors file") -> Any:
-    """A safetensors file, open: its names, shapes and metadata; no number is read."""
+    """An open safetensors file: names, shapes and metadata. No tensor is read."""
     try:
         from safetensors import safe_open
     except ImportError as error:
@@ -78,17 +78,17 @@ def open_safetensors(path: str | os.PathLike[str], what: str = "a safetensors fi
 
 
 def parse_json(text: str | bytes, path: str | os.PathLike[str], what: str = "JSON") -> Any:
-    """What a text of JSON out of a file holds."""
+    """Parse JSON text that came from the file at `path`."""
     try:
         return json.loads(text.decode("utf-8") if isinstance(text, bytes) else text)
     except RecursionError:
         raise damaged(path, "it is nested too deeply", what=what) from None
-    except ValueError as error:  # no UTF-8, no JSON, or an integer of too many digits
+    except ValueError as error:  # not UTF-8, not JSON, or an integer with too many digits
         raise damaged(path, error, what=what) from error
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds."""
+    """Parse a JSON file."""
     try:
         with open_regular(path) as file:
             return parse_json(file.read(), path)

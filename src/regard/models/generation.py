@@ -1,4 +1,4 @@
-"""One token after another: choosing the next one, writing text as soon as it is sure, and knowing when to stop.
+"""Generation: choose the next token, emit text as soon as it is final, and stop.
 
 Letters: B texts, N tokens, V vocabulary.
 """
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Rules", "Writer", "choose", "generate_batch", "stream", "tokens"]
 
-# From this many tokens on, copies of the weights in the order that single rows want are worth making.
-_WORTH_PACKING = 8
+# From this many tokens on, packing the weights for products with single rows pays off: it costs 3 to 5 tokens.
+_WORTH_PACKING = 32
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Rules:
             raise bad_value("top_p", expected="a probability above 0 and up to 1, or None", received=self.top_p)
 
     def generator(self, model: Decoder) -> torch.Generator | None:
-        """What random numbers come from; None for torch's own. Processes that compute as one share it."""
+        """The random generator; None for torch's default. Sharded processes use the same seed."""
         seed = self.seed
         if seed is None and self.temperature and model.first is not None:
             seed = model.first(int(torch.randint(2**62, ())))
@@ -68,46 +68,46 @@ def choose(logits: Tensor, rules: Rules, generator: torch.Generator | None = Non
     if rules.temperature == 0:
         return logits.argmax(-1)
     logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / max(rules.temperature, 1e-30)  # at most 0: no infinity above
+    logits = (logits - logits.amax(-1, keepdim=True)) / max(rules.temperature, 1e-30)  # at most 0, so nothing overflows
     if rules.top_k is not None and rules.top_k < logits.shape[-1]:
         kept = logits.topk(rules.top_k)
         logits = torch.full_like(logits, float("-inf")).scatter(-1, kept.indices, kept.values)
     probabilities = logits.softmax(-1)
     if rules.top_p is not None and rules.top_p < 1:
         ordered, order = probabilities.sort(-1, descending=True)
-        enough = ordered.cumsum(-1) - ordered >= rules.top_p  # those before it already have this much together
-        probabilities = probabilities.masked_fill(torch.zeros_like(enough).scatter(-1, order, enough), 0.0)
+        dropped = ordered.cumsum(-1) - ordered >= rules.top_p  # the tokens before it already have this probability
+        probabilities = probabilities.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), 0.0)
     return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
 
 def tokens(
     model: Decoder, rows: Sequence[Sequence[int]], rules: Rules, cache: Cache, expected: int | None = None
 ) -> Iterator[Tensor]:
-    """The next token of each row, (B,), then the next, without end. Several rows may differ in length, and start anew.
+    """Yield the next token of each row, (B,), without end. Several rows may differ in length; their cache is empty.
 
-    `expected`: how many will be asked for, if that is known.
+    `expected`: how many tokens the caller will take, if known.
     """
     assert len(rows) == 1 or not len(cache[0])
     ids, keep = (x.to(model.device) for x in padded(rows))
     generator = rules.generator(model)
-    copies = nullcontext() if expected is not None and expected < _WORTH_PACKING else model.packed()
-    with copies, torch.inference_mode():
+    packed = nullcontext() if expected is not None and expected < _WORTH_PACKING else model.packed()
+    with packed, torch.inference_mode():
         states = _prefill(model, ids, cache)
-        if len(rows) > 1:  # padded on the right: each row saw its own tokens alone, and the cache forgets the padding
+        if len(rows) > 1:  # padded on the right: no token attends to padding, and the cache drops it
             lengths = keep.sum(1)
             states = states[torch.arange(len(rows), device=model.device), lengths - 1][:, None]
-            for held in cache:
-                held.truncate(lengths)  # type: ignore[union-attr]
+            for layer_cache in cache:
+                layer_cache.truncate(lengths)  # type: ignore[union-attr]
         chosen = choose(project(model.head, states[:, -1]), rules, generator)
     yield chosen
     while True:
-        with copies, torch.inference_mode():  # between two tokens the caller is outside of both
+        with packed, torch.inference_mode():  # (not active while the caller has control)
             chosen = choose(model(chosen[:, None], cache=cache)[:, -1], rules, generator)
         yield chosen
 
 
 def _prefill(model: Decoder, ids: Tensor, cache: Cache) -> Tensor:
-    """Hidden states at the tokens of a text, (B, N, W); of the last piece, where a rolling cache reads it in pieces."""
+    """Hidden states of the prompt, (B, N, W); of its last chunk, if a rolling cache reads it in chunks."""
     step = cache[0].window if isinstance(cache[0], RollingCache) else ids.shape[1]
     with together(cache):
         for start in range(0, ids.shape[1] - step, step):
@@ -119,7 +119,7 @@ def _prefill(model: Decoder, ids: Tensor, cache: Cache) -> Tensor:
 def stream(
     model: Decoder, text: str, max_new_tokens: int | None, rules: Rules, stop: str | Sequence[str], cache: Cache | None
 ) -> Iterator[str]:
-    """The new text, in pieces, each as soon as it is sure. What the caller got wrong is said at once."""
+    """Iterate over the new text in pieces, each as soon as it is final. Arguments are checked at once."""
     model._check_cache(cache)
     stops, rows = _stops(stop), _rows(model, [text], cache)
     count = _count(model, rows, max_new_tokens, cache)
@@ -129,8 +129,9 @@ def stream(
 def _stream(
     model: Decoder, rows: list[list[int]], count: int | None, rules: Rules, stops: tuple[str, ...], given: Cache | None
 ) -> Iterator[str]:
+    """See `stream`. `given`: the caller's cache."""
     if count == 0:
-        if given is not None:  # it holds the text all the same
+        if given is not None:  # the caller's cache gets the prompt anyway
             with torch.inference_mode():
                 _prefill(model, torch.tensor(rows, device=model.device), given)
         return
@@ -148,15 +149,15 @@ def _stream(
             if ended or written == count:
                 yield "" if ended else writer.finish()
                 break
-    except BaseException:  # left by the caller, or interrupted: the cache may be gone on with
+    except BaseException:  # closed by the caller, or interrupted: the cache may be used again
         _read_last(model, chosen, given, read + written)
         raise
     _read_last(model, chosen, given, read + written)
 
 
 def _read_last(model: Decoder, chosen: Tensor | None, cache: Cache | None, tokens: int) -> None:
-    """Who gave a cache will go on with it: it has yet to see the last of its `tokens` (unless the call that read it was
-    over when it was interrupted), where there is a position left for it."""
+    """Run the last chosen token through the caller's cache, unless it has all `tokens` already (after an interrupt) or
+    there is no learned position left."""
     if cache is None or chosen is None or tokens_read(cache[0]) >= tokens:
         return
     if model.embedding.places is not None and len(cache[0]) >= (model.config.context or 0):
@@ -173,13 +174,13 @@ def generate_batch(
     stop: str | Sequence[str],
     cache: Cache | None,
 ) -> list[str]:
-    """The new text of each; a row that has ended is computed on until the last one has, and not written."""
+    """The new text of each prompt. Finished rows are computed until the last one ends, and their tokens dropped."""
     if cache is not None:
         raise bad_value(
             "cache",
-            expected="None for several texts: they end at different lengths",
+            expected="None for several texts, which end at different lengths",
             received="a cache",
-            remedy="one text at a time, each with its own",
+            remedy="generate one text at a time, each with its own cache",
         )
     if not isinstance(texts, Sequence) or isinstance(texts, bytes):
         raise bad_type("text", expected="a text, or a list of texts", received=type(texts).__name__)
@@ -216,7 +217,7 @@ def generate_batch(
 
 
 def _rows(model: Decoder, texts: Sequence[str], cache: Cache | None) -> list[list[int]]:
-    """The ids of each text; a beginning-of-text token only where the text is at the beginning."""
+    """The ids of each text; without the beginning-of-text token if it continues a cache."""
     rows = [model._tokenize(text).ids for text in texts]
     if cache is not None and len(cache[0]) and model.config.bos is not None:
         rows = [row[1:] if row[:1] == [model.config.bos] else row for row in rows]
@@ -227,13 +228,13 @@ def _rows(model: Decoder, texts: Sequence[str], cache: Cache | None) -> list[lis
 
 
 def _count(model: Decoder, rows: list[list[int]], wanted: int | None, cache: Cache | None) -> int | None:
-    """How many new tokens there will be at most: as many as wanted, and no more than there are learned positions."""
+    """The maximum number of new tokens: as many as wanted, but no more than there are learned positions."""
     if wanted is not None and (type(wanted) is not int or wanted < 0):
         raise bad_value("max_new_tokens", expected="an integer of at least 0", received=repr(wanted))
     context, longest = model.config.context, max(map(len, rows)) + (0 if cache is None else len(cache[0]))
     if context is None or isinstance(cache and cache[0], RollingCache):
         return wanted
-    if model.embedding.places is not None:  # the last token chosen is not read again
+    if model.embedding.places is not None:  # (the last chosen token needs none)
         return max(context + 1 - longest, 1) if wanted is None else min(wanted, max(context + 1 - longest, 1))
     if wanted is not None and longest + wanted > context:
         warnings.warn(
@@ -245,31 +246,32 @@ def _count(model: Decoder, rows: list[list[int]], wanted: int | None, cache: Cac
 
 
 def _stops(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """The stop strings, checked."""
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    for one in stops:
-        if not isinstance(one, str):
-            raise bad_type("stop", expected="strings", received=type(one).__name__)
-        if not one:
+    for text in stops:
+        if not isinstance(text, str):
+            raise bad_type("stop", expected="strings", received=type(text).__name__)
+        if not text:
             raise bad_value("stop", expected="strings of at least one character", received="an empty one")
     return stops
 
 
 class Writer:
-    """Text from tokens as they come: nothing is given out that a later token could still change.
+    """Incremental decoding: turns tokens into text, and emits only text that later tokens cannot change.
 
-    A character may be spread over several tokens, and a stop string may be half written.
+    A character may consist of several tokens, and the text may end with the beginning of a stop string.
     """
 
     def __init__(self, model: Decoder, stops: tuple[str, ...] = (), before: Sequence[int] = ()) -> None:
         self._model, self._stops = model, stops
-        self._ids = self._beginning(before)  # the last tokens: how one is written may depend on those before it
-        self._known = len(model.decode(self._ids))  # letters of their text that were given out
-        self._waiting = 0  # tokens since a letter was whole
-        self._whole: list[int] = []  # places in `_ids` where one letter has ended and another begins
-        self._held = ""  # text that is sure, but may be the beginning of a stop string
+        self._ids = self._beginning(before)  # the last tokens, which the decoding of the next one may depend on
+        self._known = len(model.decode(self._ids))  # length of their text that was emitted
+        self._waiting = 0  # tokens since the last complete character
+        self._boundaries: list[int] = []  # indices in `_ids` where a character starts
+        self._held = ""  # final text that may be the beginning of a stop string
 
     def _beginning(self, before: Sequence[int]) -> list[int]:
-        """The last tokens of a text, from where a letter begins, and some of them written."""
+        """The last tokens of the prompt, starting at a character; enough of them to have some text."""
         for count in range(_LOOK_BACK, len(before)):
             text = self._model.decode(before[-count:])
             if text and not text.startswith("\ufffd"):
@@ -277,37 +279,38 @@ class Writer:
         return list(before)
 
     def add(self, token: int) -> tuple[str, bool]:
-        """The text that is now sure; and whether a stop string ended it."""
+        """The text that is now final, and whether a stop string ended it."""
         self._ids.append(token)
         self._waiting += 1
         text = self._model.decode(self._ids)
         unfinished = text.endswith("\ufffd")
-        if unfinished and self._waiting < _LONGEST_CHARACTER:  # its other bytes are still to come
+        if unfinished and self._waiting < _LONGEST_CHARACTER:  # wait for the other bytes of the character
             return "", False
-        sure = text[: len(text) - unfinished]  # more bytes may make another letter of the last one, and of no other
-        new, self._known = sure[self._known :], max(self._known, len(sure))
+        final = text[: len(text) - unfinished]  # more bytes can change the last character only
+        new, self._known = final[self._known :], max(self._known, len(final))
         if not unfinished:
             self._waiting = 0
-            self._whole.append(len(self._ids))
+            self._boundaries.append(len(self._ids))
         self._forget()
-        return self._give(self._held + new)
+        return self._emit(self._held + new)
 
     def _forget(self) -> None:
-        """Drop tokens that are far back, up to where a letter ended, if some of the rest are written."""
-        spare = max((at for at in self._whole if at <= len(self._ids) - _LOOK_BACK), default=0)
-        if not spare and len(self._ids) > _LOOK_BACK * _LOOK_BACK:  # bytes that are no text
+        """Drop old tokens, up to a character boundary, if the rest still has some text."""
+        spare = max((at for at in self._boundaries if at <= len(self._ids) - _LOOK_BACK), default=0)
+        if not spare and len(self._ids) > _LOOK_BACK * _LOOK_BACK:  # bytes that are not valid text
             spare = len(self._ids) - _LOOK_BACK
         text = self._model.decode(self._ids[spare:]) if spare else ""
         if text:
-            self._ids, self._whole = self._ids[spare:], [at - spare for at in self._whole if at > spare]
+            self._ids, self._boundaries = self._ids[spare:], [at - spare for at in self._boundaries if at > spare]
             self._known = len(text) - text.endswith("\ufffd")
 
     def finish(self) -> str:
-        """What is left when no token will come."""
+        """The remaining text, when no more tokens come."""
         rest = self._model.decode(self._ids)[self._known :]
-        return self._give(self._held + rest, final=True)[0]
+        return self._emit(self._held + rest, final=True)[0]
 
-    def _give(self, text: str, *, final: bool = False) -> tuple[str, bool]:
+    def _emit(self, text: str, *, final: bool = False) -> tuple[str, bool]:
+        """`text` up to a stop string, and whether there is one; a possible beginning of one is held back."""
         ends = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         if ends:
             self._held = ""
@@ -317,10 +320,10 @@ class Writer:
         return text[: len(text) - longest], False
 
 
-_LOOK_BACK = 8
-_LONGEST_CHARACTER = 4  # bytes, and so tokens, of UTF-8
+_LOOK_BACK = 8  # tokens that are kept for decoding
+_LONGEST_CHARACTER = 4  # bytes of a character in UTF-8, and so tokens
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` are the beginning of `stop`, and not all of it."""
+    """The length of the longest end of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,7 +1,7 @@
-"""GGUF files of the Llama family: what they say in the words of a config.json, and their tensors, dequantised.
+"""GGUF files of the Llama family: their metadata as the settings of a config.json, and their tensors, dequantised.
 
-A GGUF file holds everything in one: sizes, tokenizer, weights, most of them quantised. Its names are translated to
-those of the safetensors files of the same family, so that one table (`families.py`) serves both.
+A GGUF file has sizes, tokenizer and (mostly quantised) weights in one. Its names are translated to those of the
+safetensors files of the same family, so that one table (`families.py`) serves both.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from torch import Tensor
 
 from regard.errors import bad_value, missing_extra
 from regard.layouts import rotary_pairs
-from regard.models.families import WATCH
+from regard.models.config_json import WATCH
 from regard.models.fields import LAYERS, WIDTH, integer
 from regard.models.files import damaged, open_regular
-from regard.models.gguf_header import Stored, read_header
+from regard.models.gguf_header import TensorInfo, read_header
 
 if TYPE_CHECKING:
     import numpy as np
 
 __all__ = ["GgufFile"]
 
-# Architectures, the family each is, and whether the rows of q and k lie as interleaved pairs.
+# Architecture -> its family, and whether the rows of q and k are stored as interleaved rotary pairs.
 _ARCHITECTURES = {"llama": ("llama", True), "qwen2": ("qwen2", False), "qwen3": ("qwen3", False)}
 
-_SETTINGS = {  # config.json's key -> GGUF's, after "llama."
+_SETTINGS = {  # key in config.json -> key in GGUF, after "llama."
     "num_hidden_layers": "block_count",
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -45,9 +45,9 @@ _SETTINGS = {  # config.json's key -> GGUF's, after "llama."
     "vocab_size": "vocab_size",
 }
 
-_NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+_REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads")
 
-_NAMES = {  # after "blk.{i}." -> after "model.layers.{i}."
+_NAMES = {  # name after "blk.{i}." -> name after "model.layers.{i}."
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -61,18 +61,18 @@ _NAMES = {  # after "blk.{i}." -> after "model.layers.{i}."
     "ffn_down": "mlp.down_proj",
 }
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_ROPE_FACTORS = "rope_freqs.weight"  # one per pair: the frequencies are divided by them
+_ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies, one per pair
 
 
 class GgufFile:
-    """An open GGUF file: `settings` as in a config.json, `field` as it is, and `Weights`.
+    """An open GGUF file: `settings` as in a config.json, raw metadata by `field`, and tensors (it is a `Weights`).
 
-    Names are those of the family in safetensors; q and k are given with rotary pairs as halves.
+    Tensor names are those of the safetensors files of the family; q and k have their rotary pairs as halves.
     """
 
     def __init__(self, path: Path) -> None:
         try:
-            import gguf  # noqa: F401 - asked for before anything is read
+            import gguf  # noqa: F401 - fails early if it is missing
         except ImportError as error:
             raise missing_extra("gguf", "models") from error
         self.where = str(path)
@@ -82,14 +82,14 @@ class GgufFile:
                 self._file = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             header = read_header(self._file)
             self._fields = header.fields
-            self._tensors: dict[str, Stored] = {}
-            for name, stored in header.tensors.items():
-                if self._tensors.setdefault(_translated(name), stored) is not stored:
+            self._tensors: dict[str, TensorInfo] = {}
+            for name, info in header.tensors.items():
+                if self._tensors.setdefault(_translated(name), info) is not info:
                     raise ValueError(f"two tensors are {_translated(name)!r}, one of them as {name!r}")
-            self._sizes = {name: self._check(name, stored) for name, stored in self._tensors.items()}
+            self._sizes = {name: self._check(name, info) for name, info in self._tensors.items()}
         except (ValueError, OverflowError) as error:  # (an empty file cannot be mapped)
             raise damaged(path, error, what="a GGUF file") from error
-        self.shapes = {name: stored.shape for name, stored in self._tensors.items()}
+        self.shapes = {name: info.shape for name, info in self._tensors.items()}
         architecture = self.field("general.architecture", "")
         if not isinstance(architecture, str) or architecture not in _ARCHITECTURES:
             raise bad_value(
@@ -103,7 +103,7 @@ class GgufFile:
         self._to_halves = self._pairs(_ARCHITECTURES[architecture][1])
 
     def field(self, name: str, default: Any = None) -> Any:
-        """A value of the file's header."""
+        """A metadata field of the header."""
         return self._fields.get(name, default)
 
     def read(self, name: str) -> Tensor:
@@ -111,49 +111,51 @@ class GgufFile:
         import gguf
         import numpy as np
 
-        stored = self._tensors[name]
+        info = self._tensors[name]
         rows, per_row = self._sizes[name]
-        kind = gguf.GGMLQuantizationType(stored.kind)
-        data = np.frombuffer(self._file, np.uint8, rows * per_row, stored.start)
+        kind = gguf.GGMLQuantizationType(info.kind)
+        data = np.frombuffer(self._file, np.uint8, rows * per_row, info.start)
         try:
             numbers = _dequantised(data, rows, kind)
         except NotImplementedError as error:
             raise bad_value(
                 f"{self.where}: {name}", expected="a type that gguf can dequantise", received=kind.name
             ) from error
-        tensor = torch.from_numpy(numbers).view(stored.shape)
+        tensor = torch.from_numpy(numbers).view(info.shape)
         if not tensor.sum(dtype=torch.float32).isfinite():
-            raise damaged(Path(self.where), f"{name} holds numbers that are not finite", what="a GGUF file")
+            raise damaged(Path(self.where), f"{name} has values that are not finite", what="a GGUF file")
         convert = self._to_halves.get(name.split(".")[-2])
         return tensor if convert is None else convert(tensor)
 
-    def _check(self, name: str, stored: Stored) -> tuple[int, int]:
-        """How many rows a tensor has, and bytes each; raises where they are not all in the file."""
+    def _check(self, name: str, info: TensorInfo) -> tuple[int, int]:
+        """The number of rows of a tensor, and of bytes per row; raises if the file is too short for them."""
         import gguf
 
         try:
-            block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(stored.kind)]
+            block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(info.kind)]
         except (ValueError, KeyError):
-            raise ValueError(f"{name} is of the unknown type {stored.kind}") from None
-        width = stored.shape[-1] if stored.shape else 1
-        if any(size >= 1 << 31 for size in stored.shape):
-            raise ValueError(f"{name} has the shape {stored.shape}")
+            raise ValueError(f"{name} is of the unknown type {info.kind}") from None
+        width = info.shape[-1] if info.shape else 1
+        if any(size >= 1 << 31 for size in info.shape):
+            raise ValueError(f"{name} has the shape {info.shape}")
         if width % block:
-            raise ValueError(f"{name} has rows of {width}, and its type has blocks of {block}")
-        rows, per_row = math.prod(stored.shape[:-1]), width // block * size
-        if stored.start + rows * per_row > len(self._file):
-            raise ValueError(f"it ends after {len(self._file)} bytes, and {name} after {stored.start + rows * per_row}")
+            raise ValueError(f"{name} has rows of {width}, not a multiple of the block size {block} of its type")
+        rows, per_row = math.prod(info.shape[:-1]), width // block * size
+        if info.start + rows * per_row > len(self._file):
+            raise ValueError(
+                f"it ends after {len(self._file)} bytes, but {name} ends after {info.start + rows * per_row}"
+            )
         return rows, per_row
 
     def _read_settings(self, architecture: str) -> dict[str, Any]:
-        """The header in the words of a config.json."""
+        """The metadata as the settings of a config.json."""
         family, _ = _ARCHITECTURES[architecture]
-        found = {ours: self.field(f"{architecture}.{theirs}") for ours, theirs in _SETTINGS.items()}
-        settings: dict[str, Any] = {name: value for name, value in found.items() if value is not None}
+        values = {name: self.field(f"{architecture}.{key}") for name, key in _SETTINGS.items()}
+        settings: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             if isinstance(settings.get(name), list):  # one per layer
                 first = settings[name][0] if settings[name] else None
-                if first is None or any(one != first for one in settings[name]):
+                if first is None or any(value != first for value in settings[name]):
                     raise bad_value(
                         f"{self.where}: {name}", expected="the same in all layers", received=short(settings[name])
                     )
@@ -168,12 +170,12 @@ class GgufFile:
             where = f"{self.where}: {architecture}.{_SETTINGS[name]}"
             if name in settings:
                 integer(where, settings[name], most=LAYERS if name == "num_hidden_layers" else WIDTH)
-            elif name in _NEEDED:
+            elif name in _REQUIRED:
                 raise bad_value(where, expected="a positive integer", received="none")
         if settings.get("sliding_window") == 0:
             del settings["sliding_window"]
         settings["model_type"] = family
-        settings |= {"use_sliding_window": True, "max_window_layers": 0}  # a window is for all layers
+        settings |= {"use_sliding_window": True, "max_window_layers": 0}  # a window applies to all layers
         settings["tie_word_embeddings"] = "lm_head.weight" not in self.shapes
         settings["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in self.shapes
         settings["rope_parameters"] = self._rope(architecture, settings)
@@ -184,16 +186,16 @@ class GgufFile:
         return settings
 
     def _rope(self, architecture: str, settings: dict[str, Any]) -> dict[str, Any]:
-        """How positions are turned and scaled."""
+        """The rotary settings: base, width, scaling."""
         rope: dict[str, Any] = {"rope_theta": settings.get("rope_theta", 10000.0)}
         head_dim = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
-        turned = integer(
+        rotary_width = integer(
             f"{self.where}: {architecture}.rope.dimension_count",
             self.field(f"{architecture}.rope.dimension_count", head_dim),
             most=head_dim,
         )
-        if turned != head_dim:
-            rope["partial_rotary_factor"] = turned / head_dim
+        if rotary_width != head_dim:
+            rope["partial_rotary_factor"] = rotary_width / head_dim
         kind = self.field(f"{architecture}.rope.scaling.type", "none")
         if _ROPE_FACTORS in self._tensors:
             if kind != "none":
@@ -202,7 +204,7 @@ class GgufFile:
                     expected=f"none beside the tensor {_ROPE_FACTORS}",
                     received=repr(kind),
                 )
-            factors = tuple(self.read(_ROPE_FACTORS).tolist())  # a setting, though it lies there as a tensor
+            factors = tuple(self.read(_ROPE_FACTORS).tolist())  # a setting that is stored as a tensor
             del self._tensors[_ROPE_FACTORS], self.shapes[_ROPE_FACTORS], self.dtypes[_ROPE_FACTORS]
             return rope | {
                 "rope_type": "longrope",
@@ -223,32 +225,32 @@ class GgufFile:
         return rope
 
     def _yarn(self, architecture: str, rope: dict[str, Any]) -> None:
-        """The finer settings of YaRN; those that there is no place for are refused."""
+        """Add the other settings of YaRN; raise for those that we do not support."""
         scaling = f"{architecture}.rope.scaling."
         for ours in ("beta_fast", "beta_slow"):
             if (value := self.field(f"{scaling}yarn_{ours}")) is not None:
                 rope[ours] = value
-        for name, plain in (
+        for name, default in (
             ("attn_factor", 1.0),
             ("yarn_attn_factor", 1.0),
             ("yarn_ext_factor", 1.0),
             ("yarn_log_multiplier", 0.0),
         ):
-            if self.field(scaling + name, plain) != plain:
+            if self.field(scaling + name, default) != default:
                 raise bad_value(
                     f"{self.where}: {scaling}{name}",
-                    expected=f"{plain}",
+                    expected=f"{default}",
                     received=self.field(scaling + name),
                     remedy=WATCH,
                 )
 
     def _pairs(self, interleaved: bool) -> dict[str, Callable[[Tensor], Tensor]]:
-        """What turns the rows of q and k into halves, by the projection's name."""
+        """For q_proj and k_proj, the function that reorders rows from interleaved pairs to halves."""
         if not interleaved:
             return {}
         heads = self.settings["num_attention_heads"]
         kv_heads = self.settings.get("num_key_value_heads", heads)
-        width = self.field("llama.rope.dimension_count")  # the pairs lie within the part of a head that is turned
+        width = self.field("llama.rope.dimension_count")  # the pairs are within the rotated part of a head
         return {
             "q_proj": lambda rows: rotary_pairs(rows, heads, width=width),
             "k_proj": lambda rows: rotary_pairs(rows, kv_heads, width=width),
@@ -256,22 +258,22 @@ class GgufFile:
 
 
 def _dequantised(data: np.ndarray, rows: int, kind: Any) -> np.ndarray:
-    """Numbers from bytes. `gguf` works on 16 rows at a time, slow where they are short: it is given longer ones."""
+    """Dequantise bytes. `gguf` works on 16 rows at a time, which is slow for short rows, so several are joined."""
     from gguf.quants import dequantize
 
-    together = max(
-        (n for n in range(1, min(rows, 2 * _AT_ONCE) + 1) if rows % n == 0 and n * data.size <= _AT_ONCE * rows),
+    joined = max(
+        (n for n in range(1, min(rows, 2 * _ROW_BYTES) + 1) if rows % n == 0 and n * data.size <= _ROW_BYTES * rows),
         default=1,
     )
-    numbers = dequantize(data.reshape(rows // together, -1), kind)
-    return numbers if numbers.flags.writeable else numbers.copy()  # the file is mapped, and not ours to write
+    numbers = dequantize(data.reshape(rows // joined, -1), kind)
+    return numbers if numbers.flags.writeable else numbers.copy()  # (a read-only view of the file)
 
 
-_AT_ONCE = 1 << 16  # bytes of such a row, about
+_ROW_BYTES = 1 << 16  # of joined rows, at most
 
 
 def _translated(name: str) -> str:
-    """A GGUF name as safetensors has it; one that is not known stays as it is, and is found to be unknown later."""
+    """The safetensors name of a GGUF name. Unknown names are returned unchanged; `loading.py` reports them."""
     stem, _, part = name.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{part}"

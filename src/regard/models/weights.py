@@ -1,6 +1,6 @@
-"""Files of weights, read lazily: names and shapes at once, numbers when they are asked for. Never pickle.
+"""Weight files, read lazily: names and shapes when opened, values on request. Never pickle.
 
-`Weights` is what a file (or a folder of them) gives: for safetensors here, for GGUF in `gguf_file.py`.
+`Weights` is the interface; this file implements it for safetensors, `gguf_file.py` for GGUF.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = ["SafetensorsFolder", "Weights", "damaged", "read_json"]
 
 
 class Weights(Protocol):
-    """Tensors by name, in a file."""
+    """Tensors by name, stored in a file."""
 
-    where: str  # for messages
+    where: str  # the path, for messages
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
 
     def read(self, name: str) -> Tensor:
-        """The tensor itself."""
+        """The tensor with its values."""
         ...
 
 
@@ -44,50 +44,52 @@ _DTYPES = {
 
 
 class SafetensorsFolder:
-    """`model.safetensors`, or the shards that `model.safetensors.index.json` lists. Tensors are views of the mapped
-    file: nothing is read before it is used, and what is written to them stays in this process. What others write into
-    the file is seen, too (`models.load(..., mmap=False)` copies)."""
+    """`model.safetensors`, or the shards listed in `model.safetensors.index.json`.
+
+    Tensors are views of the memory-mapped file: read when first used, private when written to. Changes that other
+    processes write into the file do show (`models.load(..., mmap=False)` copies)."""
 
     def __init__(self, folder: Path) -> None:
         self.where = str(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self._files: dict[str, Any] = {}  # name of a tensor -> the open file it is in
-        listed = self._listed(folder)
-        for path in sorted(set(listed.values())) if listed else [folder / "model.safetensors"]:
+        self._files: dict[str, Any] = {}  # tensor name -> the open file that has it
+        shards = self._shards(folder)
+        for path in sorted(set(shards.values())) if shards else [folder / "model.safetensors"]:
             if not path.exists():
-                raise self._absent(folder, path, sharded=bool(listed))
+                raise self._absent(folder, path, sharded=bool(shards))
             file = open_safetensors(path)
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
-                part = file.get_slice(name)
-                self.shapes[name], self._files[name] = tuple(part.get_shape()), file
-                self.dtypes[name] = _DTYPES.get(part.get_dtype(), torch.uint8)
-        for name in listed:
+            for name in file.keys():  # noqa: SIM118 - it is not a mapping
+                tensor = file.get_slice(name)
+                self.shapes[name], self._files[name] = tuple(tensor.get_shape()), file
+                self.dtypes[name] = _DTYPES.get(tensor.get_dtype(), torch.uint8)
+        for name in shards:
             if name not in self.shapes:
                 raise bad_value(
-                    str(listed[name]),
+                    str(shards[name]),
                     expected=f"the tensor {name!r}, as the index says",
                     received="none of that name",
                     remedy="fetch the shards again",
                 )
 
     @staticmethod
-    def _listed(folder: Path) -> dict[str, Path]:
-        """Which shard each tensor is in; empty where there is one file alone."""
+    def _shards(folder: Path) -> dict[str, Path]:
+        """The shard of each tensor, from the index; empty if the weights are one file."""
         index = folder / "model.safetensors.index.json"
         if (folder / "model.safetensors").exists() or not index.exists():
             return {}
         table = read_json(index)
-        listed = table.get("weight_map") if isinstance(table, dict) else None
-        if not isinstance(listed, dict) or not listed:
+        shards = table.get("weight_map") if isinstance(table, dict) else None
+        if not isinstance(shards, dict) or not shards:
             raise damaged(index, "no weight_map", what="the index of a sharded model")
-        for file in listed.values():
+        for file in shards.values():
             if not isinstance(file, str) or Path(file).name != file:
                 raise bad_value(str(index), expected="names of files beside it", received=repr(file))
-        return {name: folder / file for name, file in listed.items()}
+        return {name: folder / file for name, file in shards.items()}
 
     @staticmethod
     def _absent(folder: Path, path: Path, *, sharded: bool) -> ValueError:
+        """The error for a weight file that does not exist."""
         if sharded:
             return bad_value(
                 str(folder),

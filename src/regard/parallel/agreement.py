@@ -1,5 +1,5 @@
-"""How a layer, or a model, is spread over processes: `layer.spread`, `model.spread`. Before each call the ranks agree
-on what is to be computed, so that what is wrong on one of them is an error on all.
+"""How a layer, or a model, is sharded (`Sharding`). Before each call the ranks agree on what is to be computed, so that
+what is wrong on one of them is an error on all.
 
 Letters: B batch, H query heads, G kv heads, N queries, M keys, n, m those of one rank.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,19 +21,18 @@ from regard.kernels.dropout import new_seed
 from regard.parallel.alltoall import heads_of
 from regard.parallel.collectives import Ranks, digest
 from regard.parallel.global_call import describe
-from regard.parallel.sharded_call import Spread
-from regard.parallel.token_layout import Tokens, balance_of, mark, parts_of
+from regard.parallel.sharded_call import ShardedCall
+from regard.parallel.token_layout import SequenceSharding, Tokens, parts_of
 from regard.positions import as_biases
 
-__all__ = ["Heads", "PartOfText", "Sequence", "Sharding"]
+__all__ = ["HeadSharding", "LayerInputs", "Sharding", "no_cache"]
 
-Method = Literal["ring", "alltoall"]
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Heads:
-    """Heads spread over ranks: each has as many query heads."""
+class HeadSharding:
+    """Heads split over ranks: each has as many query heads."""
 
     mesh: DeviceMesh
     total: int  # H
@@ -45,7 +44,7 @@ class Heads:
         """Those of the mesh."""
         return Ranks.of(self.mesh)
 
-    def __deepcopy__(self, memo: Any) -> Heads:
+    def __deepcopy__(self, memo: Any) -> HeadSharding:
         return self
 
     @property
@@ -59,83 +58,68 @@ class Heads:
         return self.each[self.ranks.rank]
 
 
-@dataclass(frozen=True)
-class Sequence:
-    """A sequence spread over ranks."""
+class LayerInputs(NamedTuple):
+    """The arguments of one call of a layer on this rank."""
 
-    ranks: Ranks
-    method: Method
-    balance: bool | None = None
+    query: Tensor  # (B, n, W)
+    key: Tensor  # (B, m, W)
+    value: Tensor  # (B, m, W)
+    mask: Any
+    bias: Any
+    positions: Tensor | None
+    cache: Any
+    dropout: float
 
 
 @dataclass
 class Sharding:
-    """How one layer (or a model) is spread: its heads, its sequence, or both."""
+    """How one layer (or a model) is sharded: its heads, its sequence, or both."""
 
-    heads: Heads | None = None
-    sequence: Sequence | None = None
+    heads: HeadSharding | None = None
+    sequence: SequenceSharding | None = None
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        check: Callable[[], None],
-        mask: Any,
-        bias: Any,
-        positions: Tensor | None,
-        cache: Any,
-        dropout: float,
-    ) -> Spread:
+    def agree(self, inputs: LayerInputs, check: Callable[[], None]) -> ShardedCall:
         """One call of the layer: the ranks agree on what is to be computed. Where a rank raises, all do."""
-        seed = new_seed(None, query.device) if dropout else None
-
-        def facts() -> dict[str, int]:
-            check()
-            _check_positions(positions)
-            if self.heads is not None and 0 in (query.shape[0], query.shape[1], key.shape[1]):
-                raise bad_value(
-                    "query",
-                    expected="a text and a token at least on every rank, where heads are spread",
-                    received=f"{query.shape[0]} texts of {query.shape[1]} queries and {key.shape[1]} keys",
-                    remedy="fewer ranks for the sequence",
-                )
-            if cache is not None and self.sequence is not None:
-                raise bad_value(
-                    "cache",
-                    expected="none where the sequence is spread over ranks",
-                    received="a cache",
-                    remedy="spread the heads instead: parallel.shard_heads",
-                )
-            of_queries = self._balance("query", query)
-            of_keys = of_queries if key is query else self._balance("key", key)
-            _check_balance("positions", positions, of_queries)
-            if value is not key and self._balance("value", value) is not of_keys:
-                raise bad_value("value", expected=f"balance={of_keys}, as the key's", received=f"balance={not of_keys}")
-            return {
-                "batch": query.shape[0],
-                "width": query.shape[-1],
-                "dtype": _DTYPES.index(query.dtype),
-                "mask and bias (kinds, shapes and values)": digest(describe(mask, *as_said(bias))),
-                "dropout": digest(dropout),
-                "gradient": torch.is_grad_enabled(),
-                "cache": cache is not None,
-                "self attention": key is query,
-                "axes of positions": 0 if positions is None else positions.dim(),  # (a dtype that is none raises)
-                "seed": 0 if seed is None else int(seed),
-                "queries": query.shape[1],
-                "keys": key.shape[1],
-                "positions": 0 if positions is None else positions.shape[-1],
-                "balance of queries": of_queries,
-                "balance of keys": of_keys,
-            }
-
+        seed = new_seed(None, inputs.query.device) if inputs.dropout else None
         if self.sequence is None and not (self.heads is not None and (self.heads.check or seed is not None)):
             check()
-            return Spread(self)
+            return ShardedCall(self)
+        facts = partial(self._facts, inputs, check, 0 if seed is None else int(seed))
         rows = self._agreed("attention", _FACTS, facts, _LENGTHS, seed is not None)
         seed = None if seed is None else seed.new_full((1,), rows[0]["seed"])
-        return Spread(self, seed=seed) if self.sequence is None else self._place(rows, key is query, positions, seed)
+        if self.sequence is None:
+            return ShardedCall(self, seed=seed)
+        return self._locate(rows, inputs, seed)
+
+    def _facts(self, inputs: LayerInputs, check: Callable[[], None], seed: int) -> dict[str, int]:
+        """What the ranks compare before a call of the layer. Raises where this rank's call is wrong."""
+        check()
+        query, key, _, mask, bias, positions, cache, dropout = inputs
+        _check_positions(positions)
+        if self.heads is not None and 0 in (query.shape[0], query.shape[1], key.shape[1]):
+            raise bad_value(
+                "query",
+                expected="a text and a token at least on every rank, where heads are sharded",
+                received=f"{query.shape[0]} texts of {query.shape[1]} queries and {key.shape[1]} keys",
+                remedy="fewer ranks for the sequence",
+            )
+        if cache is not None and self.sequence is not None:
+            raise no_cache()
+        return {
+            "batch": query.shape[0],
+            "width": query.shape[-1],
+            "dtype": _DTYPES.index(query.dtype),
+            "mask and bias (kinds, shapes and values)": digest(describe(mask, *describe_bias(bias))),
+            "dropout": digest(dropout),
+            "gradient": torch.is_grad_enabled(),
+            "cache": cache is not None,
+            "self attention": key is query,
+            "axes of positions": 0 if positions is None else positions.dim(),  # (a dtype that is none raises)
+            "seed": seed,
+            "queries": query.shape[1],
+            "keys": key.shape[1],
+            "positions": 0 if positions is None else positions.shape[-1],
+        }
 
     def _agreed(
         self,
@@ -145,8 +129,8 @@ class Sharding:
         lengths: tuple[str, ...],
         ask: bool = False,
     ) -> list[dict[str, int]]:
-        """Every rank's facts, of those that share the sequence (or else the heads). Where both are spread, whoever
-        hears of an error in one group tells it in the other, so that all of them raise.
+        """Every rank's facts, of those that share the sequence (or else the heads). Where both are sharded, an error
+        that is heard of in one group is passed on in the other, so that all ranks raise.
 
         `ask`: also where the ranks of the heads need not check.
         """
@@ -158,7 +142,7 @@ class Sharding:
         error: Exception | None = None
         rows: list[dict[str, int]] = []
 
-        def told() -> dict[str, int]:
+        def facts_or_error() -> dict[str, int]:
             if error is not None:
                 raise error
             row = facts()
@@ -166,7 +150,7 @@ class Sharding:
 
         for ranks, differ in groups:
             try:
-                rows = ranks.agreed(what, names, told, differ)
+                rows = ranks.agreed(what, names, facts_or_error, differ)
             except ConnectionError:
                 raise
             except Exception as raised:
@@ -183,40 +167,26 @@ class Sharding:
         except (ValueError, TypeError) as error:
             if self.sequence is None and self.heads is not None and not self.heads.check:
                 raise
+            self._agreed("attention", _FACTS, partial(_fail, error), _LENGTHS)
 
-            def facts(error: Exception = error) -> dict[str, int]:
-                raise error
+    def refuse_text(self, error: Exception) -> None:
+        """Raise an error of this rank's call of a model, on all ranks."""
+        self._agreed("ids", _TEXT_FACTS, partial(_fail, error), _TEXT_LENGTHS)
 
-            self._agreed("attention", _FACTS, facts, _LENGTHS)
-
-    def text(self, ids: Tensor, keep: Tensor | None, check: Callable[[], None], cache: Any = None) -> PartOfText:
-        """One call of a model: which tokens of a text these ids (B, n) are, and `keep` of the whole text (it may be
-        given whole, or as each rank's part)."""
+    def agree_on_text(
+        self, ids: Tensor, keep: Tensor | None, check: Callable[[], None]
+    ) -> tuple[Tokens, Tensor | None]:
+        """One call of a model: which tokens of a text these ids (B, n) are, and `keep` (B, N) of the whole text (it may
+        be given whole, or as each rank's part)."""
         assert self.sequence is not None
-        ranks = self.sequence.ranks
 
         def facts() -> dict[str, int]:
             check()
-            if cache is not None:
-                raise bad_value(
-                    "cache",
-                    expected="none where the text is spread over ranks",
-                    received="a cache",
-                    remedy="spread the heads instead: parallel.shard_heads",
-                )
-            balanced = self._balance("ids", ids)
-            _check_balance("keep", keep, balanced)
-            return {
-                "texts": ids.shape[0],
-                "balance": balanced,
-                "tokens": ids.shape[1],
-                "keep": 0 if keep is None else keep.shape[1],
-            }
+            return {"texts": ids.shape[0], "tokens": ids.shape[1], "keep": 0 if keep is None else keep.shape[1]}
 
-        rows = self._agreed("ids", ("texts", "balance", "tokens", "keep"), facts, ("tokens", "keep"))
-        lengths, kept = (tuple(row[name] for row in rows) for name in ("tokens", "keep"))
-        tokens = Tokens(lengths, bool(rows[0]["balance"]))
-        tokens.check()
+        rows = self._agreed("ids", _TEXT_FACTS, facts, _TEXT_LENGTHS)
+        lengths, kept = (tuple(row[name] for row in rows) for name in _TEXT_LENGTHS)
+        tokens = self.sequence.tokens(lengths)
         if any(kept) and set(kept) != {tokens.total}:
             if kept != lengths or keep is None:
                 raise bad_value(
@@ -224,38 +194,42 @@ class Sharding:
                     expected=f"one flag for each of all {tokens.total} tokens, or on each rank of its part, {lengths}",
                     received=f"lengths {kept}",
                 )
-            keep = tokens.whole(parts_of(keep, ranks, tokens, 1), 1)
-        return PartOfText(tokens, ranks.rank, keep, ids.device)
+            keep = tokens.whole(parts_of(keep, self.sequence.ranks, tokens, 1), 1)
+        return tokens, keep
 
-    @staticmethod
-    def like(x: Tensor, other: Tensor) -> Tensor:
-        """x, a part of a sequence as the other is, if that is known."""
-        balanced: bool | None = getattr(other, "_regard_balanced", None)
-        return x if balanced is None else mark(x, balanced)
-
-    def _balance(self, what: str, x: Tensor) -> bool:
-        return self.sequence is not None and balance_of(what, x, self.sequence.balance)
-
-    def _place(self, rows: list[dict[str, int]], own: bool, positions: Tensor | None, seed: Tensor | None) -> Spread:
-        """Where this rank's tokens are in the whole: each told the others how many it has."""
+    def _locate(self, rows: list[dict[str, int]], inputs: LayerInputs, seed: Tensor | None) -> ShardedCall:
+        """Which tokens of the whole this rank has: each told the others how many it has."""
         assert self.sequence is not None
-        n, m, at = (tuple(row[name] for row in rows) for name in _LENGTHS)
-        queries = Tokens(n, bool(rows[0]["balance of queries"]))
-        keys = Tokens(m, bool(rows[0]["balance of keys"]))
-        for tokens in (queries, keys):
-            tokens.check()
-        if positions is not None and set(at) != {queries.total}:
+        n, m, given = (tuple(row[name] for row in rows) for name in _LENGTHS)
+        queries, keys, positions = self.sequence.tokens(n), self.sequence.tokens(m), inputs.positions
+        if positions is not None and set(given) != {queries.total}:
             axis = positions.dim() - 1
-            if at != n:
+            if given != n:
                 raise bad_value(
                     "positions",
                     expected=f"those of all {queries.total} tokens, or on each rank those of its part, {n}",
-                    received=f"lengths {at}",
+                    received=f"lengths {given}",
                 )
             positions = queries.whole(parts_of(positions, self.sequence.ranks, queries, axis), axis)
-        return Spread(self, queries, keys, positions, own, seed)
+        return ShardedCall(self, queries, keys, positions, inputs.key is inputs.query, seed)
 
 
+def _fail(error: Exception) -> NoReturn:
+    raise error
+
+
+def no_cache() -> ValueError:
+    """The error of a call with a cache where the sequence is sharded."""
+    return bad_value(
+        "cache",
+        expected="none where the sequence is sharded over ranks",
+        received="a cache",
+        remedy="shard the heads instead: parallel.shard_heads",
+    )
+
+
+_TEXT_LENGTHS = ("tokens", "keep")
+_TEXT_FACTS = ("texts", *_TEXT_LENGTHS)
 _LENGTHS = ("queries", "keys", "positions")
 _FACTS = (
     "batch",
@@ -269,8 +243,6 @@ _FACTS = (
     "axes of positions",
     "seed",
     *_LENGTHS,
-    "balance of queries",
-    "balance of keys",
 )
 
 
@@ -283,37 +255,6 @@ def _check_positions(positions: object) -> None:
     raise bad_type("positions", expected="an integer tensor (N,) or (B, N)", received=received)
 
 
-def _check_balance(what: str, part: Tensor | None, balanced: bool) -> None:
-    """Raise where something that was sharded beside the tokens was cut in another way."""
-    marked: bool | None = getattr(part, "_regard_balanced", None)
-    if marked is not None and marked is not balanced:
-        raise bad_value(what, expected=f"balance={balanced}, as the tokens", received=f"balance={marked}")
-
-
-def as_said(bias: Any) -> list[Any]:
-    """A bias as `describe` can tell of it: kinds and shapes."""
+def describe_bias(bias: Any) -> list[Any]:
+    """Kinds and shapes of biases, for `describe`."""
     return [(type(one).__name__, tuple(one.weight.shape)) for one in as_biases(bias)]
-
-
-class PartOfText(NamedTuple):
-    """Which tokens of a text a rank has."""
-
-    tokens: Tokens
-    rank: int
-    keep: Tensor | None  # (B, N), the whole's
-    device: torch.device
-
-    @property
-    def length(self) -> int:
-        """N"""
-        return self.tokens.total
-
-    def part(self, positions: Tensor | int) -> Tensor:
-        """This rank's part of positions (N,) or (B, N), or of those that follow a first one."""
-        if isinstance(positions, int):
-            return self.tokens.numbers(self.rank, self.device) + positions
-        return self.tokens.part(positions, self.rank, positions.dim() - 1)
-
-    def marked(self, x: Tensor) -> Tensor:
-        """A part, as the ids are."""
-        return mark(x, self.tokens.balanced)

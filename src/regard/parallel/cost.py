@@ -1,5 +1,5 @@
-"""What attention over several devices costs, by calculation: multiply-adds, bytes and messages of each method, and from
-them the time on a machine that is described by three numbers. `docs/scaling.md` derives the formulas; tests count.
+"""What attention over several devices costs, by calculation: multiply-adds, bytes and messages of each method.
+`docs/scaling.md` derives the formulas; `regard bench --distributed` compares them with what is sent.
 
 Letters: B batch, N tokens, H query heads, G kv heads, D head width of q and k, E of v, W model width, P ranks.
 """
@@ -12,7 +12,7 @@ from typing import Literal
 from regard.errors import bad_value
 from regard.parallel.alltoall import heads_of, kv_heads_of
 
-__all__ = ["METHODS", "Cost", "Device", "Sizes", "cost", "seconds"]
+__all__ = ["METHODS", "Cost", "Sizes", "cost", "why_not"]
 
 Way = Literal["heads", "ring", "alltoall"]
 METHODS: tuple[Way, ...] = ("heads", "ring", "alltoall")
@@ -42,16 +42,6 @@ class Sizes:
     def sum(self) -> int:
         """Bytes of a number that sums travel in."""
         return max(self.number, 4)
-
-
-@dataclass(frozen=True)
-class Device:
-    """What a device can do."""
-
-    name: str
-    flops: float  # multiply-adds count as two, per second
-    bandwidth: float  # bytes per second that it sends to its neighbour
-    latency: float  # seconds of one message
 
 
 @dataclass(frozen=True)
@@ -107,14 +97,3 @@ def why_not(way: Way, sizes: Sizes, ranks: int) -> str | None:
     if way != "heads" and sizes.tokens < ranks:
         return f"{sizes.tokens} tokens are fewer than {ranks} ranks"
     return None
-
-
-def seconds(cost: Cost, device: Device, *, training: bool = True) -> float:
-    """How long it takes: computing and sending one after the other, or (where they overlap) the longer of the two."""
-    total = 0.0
-    for flops, sent, messages in zip(cost.flops, cost.bytes, cost.messages, strict=True):
-        computing, sending = flops / device.flops, sent / device.bandwidth + messages * device.latency
-        total += max(computing, sending) if cost.overlaps else computing + sending
-        if not training:
-            break
-    return total

@@ -11,6 +11,7 @@ and v_proj stay whole on every rank, each takes the heads that it needs, and gra
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -24,23 +25,25 @@ from regard.errors import bad_type, bad_value
 from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.models.base import TextModel
 from regard.models.blocks import FeedForward
-from regard.parallel.agreement import Heads, Sequence, Sharding
+from regard.parallel.agreement import HeadSharding
 from regard.parallel.alltoall import heads_of, kv_heads_of
 from regard.parallel.collectives import Ranks, digest, fingerprint
+from regard.parallel.sharded_layer import ShardedTextModel, install, sharding_of
+from regard.parallel.token_layout import SequenceSharding
 from regard.positions import RelativeBias
 
 __all__ = ["shard_heads"]
 
 
 def shard_heads(module: nn.Module, mesh: DeviceMesh, *, check: bool = True) -> nn.Module:
-    """Spread the heads of a layer, or of every layer of a model, over the ranks of a mesh. In place.
+    """Shard the heads of a layer, or of every layer of a model, over the ranks of a mesh. In place.
 
     Inputs and outputs are whole on every rank, and the same as on one process, to rounding. All ranks get the weights
     of the first. Caches, masks and biases per head, dropout, `watch` all work.
 
     Args:
         module: a `MultiHeadAttention`, an `AttentionBlock`, a model of `regard.models`, or any module with such layers
-            in it; of the models the feed-forward parts are spread, too.
+            in it; of the models the feed-forward parts are sharded, too.
         mesh: of one dimension; the heads of each layer (and the width of its feed-forward part) must divide by it.
         check: whether the ranks compare in each call what they were given; without, ranks that disagree may hang until
             the timeout. It costs a gather of a few numbers per layer.
@@ -53,35 +56,33 @@ def shard_heads(module: nn.Module, mesh: DeviceMesh, *, check: bool = True) -> n
     >>> layer = shard_heads(MultiHeadAttention(16, 4), mesh)  # doctest: +SKIP
     """
     ranks = Ranks.of(mesh)
-    layers, parts = _found(module)
+    layers, parts = layers_of(module)
     ranks.synchronise(
-        module, lambda: _check(module, layers, parts, ranks), check=check, **{"settings of layers": _settings(layers)}
+        module, lambda: _check(module, layers, parts, ranks), check=check, **{"settings of layers": settings_of(layers)}
     )
     with warnings.catch_warnings():  # that random numbers of DTensors are not supported on CPUs: none are drawn
         warnings.filterwarnings("ignore", "DTensor random operators may not have complete support", UserWarning)
-        _spread(layers, parts, mesh, check)
+        _shard(layers, parts, mesh, check)
     for one in module.modules():
         if isinstance(one, AttentionBlock):
             one.dropout.register_forward_pre_hook(_SameNumbers(ranks), with_kwargs=True)
         if isinstance(one, TextModel):
             one.first = ranks.first
-            if one.spread is not None:
-                one.spread.heads = next(layer.spread.heads for layer in layers.values() if layer in set(one.modules()))
+            if isinstance(one, ShardedTextModel):
+                inside = set(one.modules())
+                one.sharding.heads = next(sharding_of(layer).heads for layer in layers.values() if layer in inside)
             elif check:
                 one.register_forward_pre_hook(_SameText(ranks), with_kwargs=True)
     return module
 
 
-def _spread(
-    layers: dict[str, MultiHeadAttention], parts: dict[str, FeedForward], mesh: DeviceMesh, check: bool
-) -> None:
+def _shard(layers: dict[str, MultiHeadAttention], parts: dict[str, FeedForward], mesh: DeviceMesh, check: bool) -> None:
     ranks = Ranks.of(mesh)
     for layer in layers.values():
-        if layer.spread is None:
-            layer.spread = Sharding()
-        layer.spread.heads = Heads(mesh, layer.num_heads, layer.num_kv_heads, check)
+        heads = HeadSharding(mesh, layer.num_heads, layer.num_kv_heads, check)
+        install(layer, replace(sharding_of(layer), heads=heads))
         parallelize_module(layer, mesh, _plan(layer, ranks), src_data_rank=None)
-        layer.register_load_state_dict_pre_hook(_spread_plain)
+        layer.register_load_state_dict_pre_hook(_shard_plain)
         if layer.sinks is not None:
             _distribute(layer, "sinks", mesh, Shard(0))
         bias = layer.position_encoding
@@ -91,12 +92,12 @@ def _spread(
         plan: dict[str, ParallelStyle] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
         plan |= {} if part.gate is None else {"gate": ColwiseParallel()}
         parallelize_module(part, mesh, plan, src_data_rank=None)
-        part.register_load_state_dict_pre_hook(_spread_plain)
+        part.register_load_state_dict_pre_hook(_shard_plain)
         part.register_forward_pre_hook(partial(_entering, ranks, mesh))
         part.register_forward_hook(partial(_leaving, ranks))
 
 
-def _found(module: nn.Module) -> tuple[dict[str, MultiHeadAttention], dict[str, FeedForward]]:
+def layers_of(module: nn.Module) -> tuple[dict[str, MultiHeadAttention], dict[str, FeedForward]]:
     """The layers and feed-forward parts of a module, by name."""
     if not isinstance(module, nn.Module):
         raise bad_type("module", expected="a layer or a model", received=type(module).__name__)
@@ -111,13 +112,13 @@ def _found(module: nn.Module) -> tuple[dict[str, MultiHeadAttention], dict[str, 
     return layers, {name: m for name, m in module.named_modules() if isinstance(m, FeedForward)}
 
 
-def _settings(layers: dict[str, MultiHeadAttention]) -> list[tuple[str, str]]:
+def settings_of(layers: dict[str, MultiHeadAttention]) -> list[tuple[str, str]]:
     """What layers are, besides their weights: the same on every rank."""
     return [(name, layer.extra_repr()) for name, layer in layers.items()]
 
 
-def _check_both(name: str, layer: MultiHeadAttention, heads: Ranks | None, sequence: Sequence | None) -> None:
-    """Raise where a layer cannot have both its heads and its sequence spread so."""
+def check_both(name: str, layer: MultiHeadAttention, heads: Ranks | None, sequence: SequenceSharding | None) -> None:
+    """Raise where a layer cannot have both its heads and its sequence sharded so."""
     here = layer.num_heads
     if heads is not None:
         here //= heads.size
@@ -144,8 +145,9 @@ def _check(
     """Raise before any weight is touched."""
     _check_owners(module, layers, parts)
     for name, layer in layers.items():
-        if layer.spread is not None and layer.spread.heads is not None:
-            raise bad_value(name, expected="a layer whose heads are not spread yet", received="one that is")
+        sharding = sharding_of(layer)
+        if sharding.heads is not None:
+            raise bad_value(name, expected="a layer whose heads are not sharded yet", received="one that is")
         if layer.num_heads % ranks.size:
             raise bad_value(
                 f"{name}: heads",
@@ -153,8 +155,7 @@ def _check(
                 received=layer.num_heads,
                 remedy="fewer ranks, or parallel.shard_sequence",
             )
-        if layer.spread is not None:
-            _check_both(name, layer, ranks, layer.spread.sequence)
+        check_both(name, layer, ranks, sharding.sequence)
         _check_linears(name, {part: getattr(layer, part) for part in ("q_proj", "k_proj", "v_proj", "out_proj")})
     for name, part in parts.items():
         linears = {key: linear for key in ("gate", "up", "down") if (linear := getattr(part, key)) is not None}
@@ -169,15 +170,17 @@ def _check(
 
 
 def _check_owners(module: nn.Module, layers: dict[str, MultiHeadAttention], parts: dict[str, FeedForward]) -> None:
-    """Raise where something that is spread belongs to two: it would be spread twice, or no longer be shared."""
-    spread = [getattr(layer, part) for layer in layers.values() for part in ("q_proj", "k_proj", "v_proj", "out_proj")]
-    spread += [linear for part in parts.values() for linear in (part.gate, part.up, part.down) if linear is not None]
+    """Raise where a weight to be sharded belongs to two modules: it would be sharded twice, or no longer be shared."""
+    linears = [getattr(layer, part) for layer in layers.values() for part in ("q_proj", "k_proj", "v_proj", "out_proj")]
+    linears += [linear for part in parts.values() for linear in (part.gate, part.up, part.down) if linear is not None]
     owners: dict[Tensor, set[nn.Module]] = {}
     for one in module.modules():
         for parameter in one.parameters(recurse=False):
             owners.setdefault(parameter, set()).add(one)
     for name, one in module.named_modules():
-        if one in spread and (spread.count(one) > 1 or any(len(owners[x]) > 1 for x in one.parameters(recurse=False))):
+        if one in linears and (
+            linears.count(one) > 1 or any(len(owners[x]) > 1 for x in one.parameters(recurse=False))
+        ):
             raise bad_value(
                 name,
                 expected="weights of one layer alone",
@@ -191,7 +194,7 @@ def _check_linears(owner: str, linears: dict[str, nn.Module]) -> None:
         if not isinstance(linear, nn.Linear) or not isinstance(linear.weight, Tensor):
             raise bad_type(
                 f"{owner}.{name}",
-                expected="an nn.Linear, which torch can spread",
+                expected="an nn.Linear, which torch can shard",
                 received=type(linear).__name__,
                 remedy="parallel.shard_sequence, which leaves the weights as they are",
             )
@@ -220,11 +223,11 @@ def _distribute(owner: nn.Module, name: str, mesh: DeviceMesh, placement: Shard 
     """A parameter as a DTensor. Every rank has the same: nothing needs to be sent."""
     before = owner._parameters[name]
     assert before is not None
-    spread = distribute_tensor(before.detach(), mesh, [placement], src_data_rank=None)
-    owner.register_parameter(name, nn.Parameter(spread, requires_grad=before.requires_grad))
+    sharded = distribute_tensor(before.detach(), mesh, [placement], src_data_rank=None)
+    owner.register_parameter(name, nn.Parameter(sharded, requires_grad=before.requires_grad))
 
 
-def _spread_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _shard_plain(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Before a state dict is loaded: tensors that are whole, as of one process, become DTensors like the module's."""
     for name, own in module.named_parameters():
         given = state.get(prefix + name)
@@ -298,13 +301,13 @@ class _SameNumbers:
 
 
 class _SameText:
-    """Before each call of a model whose heads are spread: every rank has the same tokens, and none refuses them."""
+    """Before each call of a model whose heads are sharded: every rank has the same tokens, and none refuses them."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
 
     def __call__(self, module: TextModel, args: Any, kwargs: Any) -> None:
-        if module.spread is not None:  # parts of a text: asked for there
+        if isinstance(module, ShardedTextModel):  # it compares its part of a text itself
             return
         keep = kwargs.get("keep")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,72 +12,87 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from regard.errors import bad_type, bad_value
+from regard.layer import MultiHeadAttention
 from regard.models.base import TextModel
-from regard.parallel.agreement import Method, Sequence, Sharding
+from regard.parallel.agreement import Sharding
 from regard.parallel.collectives import Ranks
-from regard.parallel.heads import _check_both, _found, _settings
+from regard.parallel.heads import check_both, layers_of, settings_of
+from regard.parallel.sharded_layer import install, sharding_of
+from regard.parallel.token_layout import Method, SequenceSharding
 
 __all__ = ["shard_sequence"]
 
 
 def shard_sequence(
     module: nn.Module,
-    mesh: DeviceMesh,
+    sequence: SequenceSharding | DeviceMesh,
     method: Method = "ring",
     *,
-    balance: bool | None = None,
+    balance: bool = False,
     sum_gradients: bool = True,
 ) -> nn.Module:
     """From now on a layer, or every layer of a model, is given one rank's part of the sequence, and attends to all of
     it. In place; the weights stay whole on every rank, and all get those of the first.
 
-    Give it `parallel.shard(x, mesh)`; it returns this rank's part of the output, and `parallel.gather` makes the whole.
+    Give it `sequence.shard(x)`; it returns this rank's part of the output, and `sequence.gather` makes the whole.
     All else that is said of tokens (masks, biases, positions) is said of the whole sequence, as on one process.
 
     Args:
         module: a `MultiHeadAttention`, an `AttentionBlock`, a model of `regard.models`, or any module with such layers
             that treats tokens one by one but for them.
-        mesh: of one dimension.
-        method: "ring": keys and values travel from rank to rank; any number of heads. "alltoall": ranks trade tokens
-            for heads; the heads must divide by the ranks.
-        balance: whether parts are those of a balanced sequence; by default as the part itself says, where it came from
-            `parallel.shard` or a sharded layer.
+        sequence: a `SequenceSharding`; or its mesh, of one dimension, with the method and balance beside it.
+        method, balance: of the `SequenceSharding`, where a mesh is given. Parts must be balanced as this says: a tensor
+            does not tell.
         sum_gradients: sum the gradients of the module's parameters over the ranks, so that each has that of the whole
             sequence. Without, each has that of its tokens: for DDP or FSDP over the same ranks, which do it.
 
     Returns:
         The module.
     """
-    ranks = Ranks.of(mesh)
-    layers, _ = _found(module)
+    if isinstance(sequence, SequenceSharding) and (method != "ring" or balance is not False):
+        raise bad_value(
+            "method, balance",
+            expected="none beside a SequenceSharding, which has its own",
+            received=f"method={method!r}, balance={balance!r}",
+            remedy="SequenceSharding(mesh, method, balance)",
+        )
+    given = sequence if isinstance(sequence, SequenceSharding) else None
+    ranks = Ranks.of(sequence) if given is None else given.ranks  # type: ignore[arg-type]
+    layers, _ = layers_of(module)
+    settings = (
+        {"method": method, "balance": balance} if given is None else {"method": given.method, "balance": given.balance}
+    )
+
+    def made() -> SequenceSharding:
+        return SequenceSharding(sequence, method, balance) if given is None else given  # type: ignore[arg-type]
 
     def check() -> None:
-        if method not in ("ring", "alltoall"):
-            raise bad_value("method", expected='"ring" or "alltoall"', received=repr(method))
-        if balance is not None and not isinstance(balance, bool):
-            raise bad_type("balance", expected="True, False or None", received=repr(balance))
+        own = made()
         for name, layer in layers.items():
-            if layer.spread is not None and layer.spread.sequence is not None:
-                raise bad_value(name, expected="a layer whose sequence is not spread yet", received="one that is")
-            heads = None if layer.spread is None else layer.spread.heads
-            _check_both(name, layer, None if heads is None else heads.ranks, Sequence(ranks, method))
+            sharding = sharding_of(layer)
+            if sharding.sequence is not None:
+                raise bad_value(name, expected="a layer whose sequence is not sharded yet", received="one that is")
+            check_both(name, layer, None if sharding.heads is None else sharding.heads.ranks, own)
 
-    said = {"method": method, "balance": balance, "sum_gradients": sum_gradients}
-    ranks.synchronise(module, check, **said, **{"settings of layers": _settings(layers)})
-    sequence = Sequence(ranks, method, balance)
-    for layer in layers.values():
-        if layer.spread is None:
-            layer.spread = Sharding()
-        layer.spread.sequence = sequence
-    for one in module.modules():
-        if isinstance(one, TextModel):
-            inside = next((layer.spread.heads for layer in layers.values() if layer in set(one.modules())), None)
-            one.spread = Sharding(inside, sequence)
+    settings |= {"sum_gradients": sum_gradients, "settings of layers": settings_of(layers)}
+    ranks.synchronise(module, check, **settings)
+    _install(module, layers, made())
     if sum_gradients:
         sums = _Sums(ranks)
         sums(module, (), {})
         module.register_forward_pre_hook(sums, with_kwargs=True, prepend=True)  # others may replace the parameters
     return module
+
+
+def _install(module: nn.Module, layers: dict[str, MultiHeadAttention], sequence: SequenceSharding) -> None:
+    """The layers, and the models around them, become sharded ones."""
+    for layer in layers.values():
+        install(layer, replace(sharding_of(layer), sequence=sequence))
+    for model in module.modules():
+        if isinstance(model, TextModel):
+            inside = set(model.modules())
+            heads = next((sharding_of(layer).heads for layer in layers.values() if layer in inside), None)
+            install(model, Sharding(heads, sequence))
 
 
 # Which parameters have been seen to, and over which group: modules may share some. Not on the parameter itself, whose

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from regard.errors import bad_type, bad_value, shape_of
 from regard.parallel.collectives import Ranks, digest
 
-__all__ = ["Tokens", "balance_of", "gather", "mark", "shard"]
+__all__ = ["Method", "SequenceSharding", "Tokens", "gather", "parts_of", "shard"]
+
+Method = Literal["ring", "alltoall"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Tokens:
 
     @staticmethod
     def of(total: int, ranks: int, balanced: bool) -> Tokens:
-        """A sequence spread as evenly as can be."""
+        """A sequence split as evenly as can be."""
         if not balanced:
             return Tokens(tuple(_even(total, ranks)), False)
         chunks = _even(total, 2 * ranks)
@@ -56,14 +58,14 @@ class Tokens:
         return tuple(runs)
 
     def check(self) -> None:
-        """Raise where parts are said to be balanced and their lengths are not those of a balanced sequence."""
+        """Raise where parts should be balanced and their lengths are not those of a balanced sequence."""
         if self.balanced and self.lengths != Tokens.of(self.total, len(self.lengths), True).lengths:
             raise bad_value(
                 "balance",
-                expected="parts as parallel.shard(x, mesh, balance=True) makes them, of lengths "
+                expected="parts as SequenceSharding(mesh, balance=True).shard makes them, of lengths "
                 f"{Tokens.of(self.total, len(self.lengths), True).lengths}",
                 received=f"{self.lengths}",
-                remedy="shard the sequence with it, or say balance=False",
+                remedy="shard the sequence with it, or balance=False everywhere",
             )
 
     def numbers(self, rank: int, device: torch.device | None = None) -> Tensor:
@@ -91,88 +93,100 @@ def _even(total: int, parts: int) -> list[int]:
     return [total // parts + (i < total % parts) for i in range(parts)]
 
 
-# A part remembers whether it is one of a balanced sequence: on the tensor itself, for nothing else travels with it.
+@dataclass(frozen=True)
+class SequenceSharding:
+    """How a sequence is split over the ranks of a mesh: the one object that cuts it, gathers it, and tells a model.
 
+    Args:
+        mesh: of one dimension.
+        method: "ring": keys and values travel from rank to rank; any number of heads. "alltoall": ranks trade tokens
+            for heads; the heads must divide by the ranks.
+        balance: give each rank a chunk from the head and one from the tail of the sequence, so that under a causal mask
+            all have the same to do; else neighbouring tokens.
 
-def mark(x: Tensor, balanced: bool) -> Tensor:
-    """Say of a tensor that it is a part, and of what kind."""
-    x._regard_balanced = balanced  # type: ignore[attr-defined]
-    if balanced:
-        _BALANCED[0] = True
-    return x
+    >>> from torch.distributed import init_device_mesh  # within torchrun:
+    >>> sequence = SequenceSharding(init_device_mesh("cpu", (2,)), balance=True)  # doctest: +SKIP
+    >>> shard_sequence(model, sequence)  # doctest: +SKIP
+    >>> out = sequence.gather(model(sequence.shard(ids)))  # doctest: +SKIP
+    """
 
+    mesh: DeviceMesh
+    method: Method = "ring"
+    balance: bool = False
 
-def balance_of(what: str, x: Tensor, said: bool | None) -> bool:
-    """Whether a part is one of a balanced sequence: as it was marked, or as the caller says."""
-    marked: bool | None = getattr(x, "_regard_balanced", None)
-    if marked is None and said is None:
-        if _BALANCED[0]:
-            raise bad_value(
-                "balance",
-                expected=f"to know whether {what} is a part of a balanced sequence",
-                received="a tensor that came from neither parallel.shard nor a sharded layer or model, "
-                "where others are balanced",
-                remedy="say balance=True or balance=False to shard_sequence and gather",
-            )
-        return False
-    if marked is not None and said is not None and marked is not said:
-        raise bad_value(
-            "balance", expected=f"{said}, as was said", received=f"{what}, which was sharded with balance={marked}"
-        )
-    return bool(said if marked is None else marked)
+    def __post_init__(self) -> None:
+        if self.method not in ("ring", "alltoall"):
+            raise bad_value("method", expected='"ring" or "alltoall"', received=repr(self.method))
+        if not isinstance(self.balance, bool):
+            raise bad_type("balance", expected="True or False", received=repr(self.balance))
+        _ = self.ranks  # a mesh of one dimension, that this process is part of
 
+    @cached_property
+    def ranks(self) -> Ranks:
+        """The processes of the mesh."""
+        return Ranks.of(self.mesh)
 
-_BALANCED = [False]  # whether any sequence was balanced in this process: from then on a part must tell
+    def __deepcopy__(self, memo: Any) -> SequenceSharding:
+        return self
+
+    def tokens(self, lengths: Sequence[int]) -> Tokens:
+        """The layout of a sequence of which each rank has so many tokens. Raises where it cannot be a balanced one."""
+        tokens = Tokens(tuple(lengths), self.balance)
+        tokens.check()
+        return tokens
+
+    def shard(self, x: Tensor, dim: int | None = None) -> Tensor:
+        """This rank's part of a sequence that all ranks have whole.
+
+        Args:
+            x: (B, N, ...), such as token ids (B, N) or states (B, N, W); or (N,).
+            dim: the axis of tokens; 1 by default (0 where there is one axis only).
+
+        Returns:
+            (B, n, ...): as equal as can be; the first ranks have one more. Differentiable: the gradient of x is whole.
+
+        >>> sequence.shard(torch.arange(5))  # on rank 0 of 2  # doctest: +SKIP
+        tensor([0, 1, 2])
+        """
+        _check("x", x)
+        dim = _dim(x, dim)
+        tokens = Tokens.of(x.shape[dim], self.ranks.size, self.balance)
+        return _Shard.apply(x, self.ranks, tokens, dim)  # type: ignore[return-value]
+
+    def gather(self, y: Tensor, dim: int | None = None) -> Tensor:
+        """The whole sequence on every rank, from every rank's part.
+
+        Args:
+            y: (B, n, ...) or (n,): this rank's part; the ranks' may differ in length, unless they are balanced.
+            dim: the axis of tokens; 1 by default (0 where there is one axis only).
+
+        Returns:
+            (B, N, ...). Differentiable, for a loss that all ranks compute alike: each part gets its gradient.
+
+        >>> sequence.gather(sequence.shard(torch.arange(5)))  # doctest: +SKIP
+        tensor([0, 1, 2, 3, 4])
+        """
+
+        def facts() -> dict[str, int]:
+            _check("y", y)
+            axis = _dim(y, dim)
+            others = (*y.shape[:axis], *y.shape[axis + 1 :])
+            return {"length": y.shape[axis], "balance": self.balance, "shape": digest(others, y.dtype)}
+
+        rows = self.ranks.agreed("gather", ("length", "balance", "shape"), facts, differ=("length",))
+        tokens = self.tokens([row["length"] for row in rows])
+        return _Gather.apply(y, self.ranks, tokens, _dim(y, dim))  # type: ignore[return-value]
 
 
 def shard(x: Tensor, mesh: DeviceMesh, balance: bool = False, *, dim: int | None = None) -> Tensor:
-    """This rank's part of a sequence that all ranks have whole.
-
-    Args:
-        x: (B, N, ...), such as token ids (B, N) or states (B, N, W); or (N,).
-        mesh: of one dimension.
-        balance: give each rank a chunk from the head and one from the tail, so that under a causal mask all have the
-            same to do; else neighbours. Sharded layers and models and `gather` know of it: the part is marked.
-        dim: the axis of tokens; 1 by default (0 where there is one axis only).
-
-    Returns:
-        (B, n, ...): as equal as can be; the first ranks have one more. Differentiable: the gradient of x is whole.
-
-    >>> from torch.distributed import init_device_mesh  # within torchrun:
-    >>> mesh = init_device_mesh("cpu", (2,))  # doctest: +SKIP
-    >>> shard(torch.arange(5), mesh)  # on rank 0  # doctest: +SKIP
-    tensor([0, 1, 2])
-    """
-    _check("x", x)
-    ranks, dim = Ranks.of(mesh), _dim(x, dim)
-    tokens = Tokens.of(x.shape[dim], ranks.size, balance)
-    return mark(_Shard.apply(x, ranks, tokens, dim), balance)  # type: ignore[arg-type]
+    """`SequenceSharding(mesh, balance=balance).shard(x, dim)`. Whoever gets a balanced part must be told: say
+    `balance=True` to `shard_sequence` and `gather`, too."""
+    return SequenceSharding(mesh, balance=balance).shard(x, dim)
 
 
-def gather(y: Tensor, mesh: DeviceMesh, balance: bool | None = None, *, dim: int | None = None) -> Tensor:
-    """The whole sequence on every rank, from every rank's part.
-
-    Args:
-        y: (B, n, ...) or (n,): this rank's part; the ranks' may differ in length.
-        mesh: of one dimension.
-        balance: whether they are parts of a balanced sequence; by default as `shard`, a sharded layer or model says.
-        dim: the axis of tokens; 1 by default (0 where there is one axis only).
-
-    Returns:
-        (B, N, ...). Differentiable, for a loss that all ranks compute alike: each part gets its part of the gradient.
-    """
-    ranks = Ranks.of(mesh)
-
-    def facts() -> dict[str, int]:
-        _check("y", y)
-        axis = _dim(y, dim)
-        others = (*y.shape[:axis], *y.shape[axis + 1 :])
-        return {"length": y.shape[axis], "balance": balance_of("y", y, balance), "shape": digest(others, y.dtype)}
-
-    rows = ranks.agreed("gather", ("length", "balance", "shape"), facts, differ=("length",))
-    tokens = Tokens(tuple(row["length"] for row in rows), bool(rows[0]["balance"]))
-    tokens.check()
-    return _Gather.apply(y, ranks, tokens, _dim(y, dim))  # type: ignore[return-value]
+def gather(y: Tensor, mesh: DeviceMesh, balance: bool = False, *, dim: int | None = None) -> Tensor:
+    """`SequenceSharding(mesh, balance=balance).gather(y, dim)`: `balance` must be what `shard` was told."""
+    return SequenceSharding(mesh, balance=balance).gather(y, dim)
 
 
 def _check(what: str, x: object) -> None:

@@ -1,7 +1,8 @@
 """Where a token is: `Rotary` turns queries and keys by it, `Alibi` and `RelativeBias` add to the scores."""
 
 from regard.positions.bias import Alibi, Bias, DenseBias, RelativeBias, Saturated, as_biases
-from regard.positions.rotary import DynamicNTK, LinearScaling, Llama3, LongRoPE, Rotary, YaRN, rotate
+from regard.positions.rotary import Rotary, rotate
+from regard.positions.scalings import DynamicNTK, LinearScaling, Llama3, LongRoPE, YaRN
 
 Linear = LinearScaling  # its name up to 0.1
 

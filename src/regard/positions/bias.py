@@ -1,10 +1,11 @@
 """What is added to the scores: a tensor of the caller's, or an object that knows any block of itself.
 
-A bias object never becomes a dense (H, N, M) tensor: a kernel asks for `block(q_positions, k_positions)`, and in the
-backward pass hands the gradient of that block to `block_gradient`, which sums it into the gradient of the one
-tensor the object learns, `weight`. To add one: subclass `Bias`, or an `nn.Module` with `as_bias()` that returns one.
+A bias object never becomes a dense (H, N, M) tensor: a kernel asks for the block of a `masks.Tile`, as it asks masks,
+and in the backward pass hands the gradient of that block to `block_gradient`, which sums it into the gradient of the
+one tensor that the object learns, `weight`. To add one: subclass `Bias` and write `block(tile)`, or write an
+`nn.Module` with `as_bias()` that returns one.
 
-Letters: B batch, H query heads, N queries, M keys, K buckets; n, m the sides of one block.
+Letters: B batch, H query heads, N queries, M keys, K buckets; n, m the sides of one tile, c its batch items.
 """
 
 from __future__ import annotations
@@ -13,42 +14,80 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from types import EllipsisType
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value, shape_of
-from regard.masks import check_axes, checked
+from regard.masks import Tile
+from regard.masks.base import check_axes, checked
 
 __all__ = ["Alibi", "Bias", "DenseBias", "RelativeBias", "Saturated", "as_biases"]
 
+_Heads: TypeAlias = slice | Tensor  # which heads: a run of them, or their numbers
+_ALL = slice(None)
+
 
 class Bias:
-    """Base of what can be added to scores block by block. `weight` leads with a batch axis of 1 (or B) and ends with an
-    axis of heads, by which kernels take a part of it."""
+    """Base of what can be added to scores tile by tile. `weight` leads with a batch axis of 1 (or B) and ends with an
+    axis of heads.
+
+    Kernels call `evaluate` and `add_gradient`, which cut `weight` to the batch items of the tile and to some heads
+    before they ask `block` and `block_gradient`: what these see as `self.weight` is already cut.
+    """
 
     fields: ClassVar[tuple[str, ...]] = ("weight",)
-    kinds: ClassVar[dict[str, type[Bias]]] = {}
+    kinds: ClassVar[dict[str, type[Bias]]] = {}  # by name, so that operators can rebuild a bias from its parts
+    by_distance: ClassVar[bool] = False  # whether it depends on nothing but the distance of key and query
+    is_dense: ClassVar[bool] = False  # whether `weight` has the axes of the scores, (1|B, 1|H, 1|N, 1|M)
+    on_device: ClassVar[bool] = False  # whether `weight` must be on the device of the queries
     weight: Tensor
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         Bias.kinds[cls.__name__] = cls
-        if cls.__module__ != __name__ and "block" in vars(cls):  # somebody's own: kernels rely on the shapes it gives
+        if cls.__module__ != __name__ and "block" in vars(cls):  # a user's own: kernels rely on the shapes it gives
             cls.block = checked(cls.block, _check_block)
 
-    def block(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        """What to add for queries at (B|1, n) and keys at (B|1, m): (B|1, H, n, m)."""
+    def block(self, tile: Tile) -> Tensor:
+        """What to add to the scores of the tile: floating point, four axes that broadcast to (B, H, n, m)."""
         raise NotImplementedError
 
-    def block_gradient(self, gradient: Tensor, q_positions: Tensor, k_positions: Tensor, into: Tensor) -> None:
+    def block_gradient(self, gradient: Tensor, tile: Tile, into: Tensor) -> None:
         """Add to `into` (the gradient of `weight`) what the gradient (B, H, n, m) of one block gives it."""
         raise NotImplementedError(f"{type(self).__name__} has no gradient")
 
-    def where(self, heads: slice, rows: slice, cols: slice) -> tuple[slice | EllipsisType, ...]:
+    @property
+    def per_head(self) -> bool:
+        """Whether heads differ."""
+        return True
+
+    @property
+    def per_item(self) -> bool:
+        """Whether batch items differ, positions aside."""
+        return False
+
+    @property
+    def heads_axis(self) -> int:
+        """The axis of `weight` that belongs to heads."""
+        return self.weight.dim() - 1
+
+    def where(self, heads: _Heads, rows: slice, cols: slice) -> tuple[slice | Tensor | EllipsisType, ...]:
         """Which part of `weight` some heads, queries and keys need."""
         return (..., heads)
+
+    def part(self, tile: Tile, heads: _Heads = _ALL) -> Bias:
+        """The same bias with the weight that a tile and some heads need."""
+        return self.with_weight(_cut(self, self.weight, tile, heads))
+
+    def evaluate(self, tile: Tile, heads: slice = _ALL) -> Tensor:
+        """The block of a tile for some heads: broadcasts to (c, h, n, m)."""
+        return self.part(tile, heads).block(tile)
+
+    def add_gradient(self, gradient: Tensor, tile: Tile, into: Tensor, heads: slice = _ALL) -> None:
+        """Add to `into` (the gradient of the whole `weight`) what the gradient (c, h, n, m) of a tile gives it."""
+        self.part(tile, heads).block_gradient(gradient, tile, _cut(self, into, tile, heads))
 
     def with_weight(self, weight: Tensor) -> Bias:
         """The same bias with another weight, such as that of some batch items."""
@@ -64,34 +103,62 @@ class Bias:
             )
 
 
-def _check_block(bias: Bias, block: object, q_positions: Tensor, k_positions: Tensor) -> None:
+def _cut(bias: Bias, weight: Tensor, tile: Tile, heads: _Heads) -> Tensor:
+    """The part of a bias's weight, or of its gradient, that belongs to a tile and some heads: a view."""
+    weight = weight if weight.shape[0] == 1 else weight[tile.batch]
+    return weight[bias.where(heads, tile.rows, tile.cols)]
+
+
+def _check_block(bias: Bias, block: object, tile: Tile) -> None:
     what = f"{type(bias).__name__}.block"
     if not isinstance(block, Tensor) or not block.is_floating_point():
         received = f"dtype {block.dtype}" if isinstance(block, Tensor) else type(block).__name__
         raise bad_type(what, expected="a floating-point tensor, added to the scores", received=received)
-    batch = max(x.shape[0] for x in (q_positions, k_positions, bias.weight))
-    sizes = (batch, bias.weight.shape[-1], q_positions.shape[1], k_positions.shape[1])
-    check_axes(what, block, ("B", "H", "n", "m"), sizes)
-    if block.device != q_positions.device:
-        raise bad_value(what, expected=f"device {q_positions.device}, as the positions'", received=block.device)
+    batch = max(x.shape[0] for x in (tile.q_positions, tile.k_positions, bias.weight))
+    check_axes(what, block, ("B", "H", "n", "m"), (batch, bias.weight.shape[-1], *tile.shape))
+    device = tile.q_positions.device
+    if block.device != device:
+        raise bad_value(what, expected=f"device {device}, as the positions'", received=block.device)
 
 
 class DenseBias(Bias):
-    """A tensor as it is: (1|B, 1|H, 1|N, 1|M). Indexed by slots, so kernels slice it themselves."""
+    """A tensor as it is: (1|B, 1|H, 1|N, 1|M), indexed by slots."""
+
+    is_dense = True
+    on_device = True
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
 
-    def part(self, batch: slice, rows: slice, cols: slice, of: Tensor | None = None) -> Tensor:
-        """A block of the tensor (or of its gradient, `of`), as a view; axes of 1 stay."""
-        part = self.weight if of is None else of
-        part = part[batch] if part.shape[0] > 1 else part
-        part = part[:, :, rows] if part.shape[2] > 1 else part
-        return part[..., cols] if part.shape[3] > 1 else part
+    @property
+    def per_head(self) -> bool:
+        return self.weight.shape[1] > 1
 
-    def where(self, heads: slice, rows: slice, cols: slice) -> tuple[slice | EllipsisType, ...]:
+    @property
+    def per_item(self) -> bool:
+        return self.weight.shape[0] > 1
+
+    @property
+    def heads_axis(self) -> int:
+        return 1
+
+    def where(self, heads: _Heads, rows: slice, cols: slice) -> tuple[slice | Tensor | EllipsisType, ...]:
         axes = zip(self.weight.shape[1:], (heads, rows, cols), strict=True)
         return (slice(None), *(which if size > 1 else slice(None) for size, which in axes))
+
+    def block(self, tile: Tile) -> Tensor:
+        return self.evaluate(tile)
+
+    def evaluate(self, tile: Tile, heads: slice = _ALL) -> Tensor:
+        weight, (n, m) = self.weight, tile.shape
+        if tile.batch == _ALL and heads == _ALL and weight.shape[2] in (1, n) and weight.shape[3] in (1, m):
+            return weight  # the tile is all of it
+        return _cut(self, weight, tile, heads)
+
+    def add_gradient(self, gradient: Tensor, tile: Tile, into: Tensor, heads: slice = _ALL) -> None:
+        into = _cut(self, into, tile, heads)
+        axes = [i for i, size in enumerate(into.shape) if size == 1 and gradient.shape[i] != 1]
+        into.add_(gradient.sum(axes, keepdim=True) if axes else gradient)
 
     def check(self, batch: int, heads: int, queries: int, keys: int) -> None:
         wanted = (batch, heads, queries, keys)
@@ -108,18 +175,20 @@ class DenseBias(Bias):
 class Slopes(Bias):
     """`-slope * |query - key|`, one slope per head: weight (1, H). In float32 at least: bfloat16 counts to 256 only."""
 
+    by_distance = True
+
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
 
-    def _distance(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+    def _distance(self, tile: Tile) -> Tensor:
         dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        return (q_positions[:, None, :, None] - k_positions[:, None, None, :]).abs().to(dtype)
+        return (tile.q_positions[:, None, :, None] - tile.k_positions[:, None, None, :]).abs().to(dtype)
 
-    def block(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        return self._distance(q_positions, k_positions) * -self.weight[:, :, None, None].to(q_positions.device)
+    def block(self, tile: Tile) -> Tensor:
+        return self._distance(tile) * -self.weight[:, :, None, None].to(tile.q_positions.device)
 
-    def block_gradient(self, gradient: Tensor, q_positions: Tensor, k_positions: Tensor, into: Tensor) -> None:
-        heads = (gradient * self._distance(q_positions, k_positions).to(gradient.dtype)).sum((2, 3))  # (B, H)
+    def block_gradient(self, gradient: Tensor, tile: Tile, into: Tensor) -> None:
+        heads = (gradient * self._distance(tile).to(gradient.dtype)).sum((2, 3))  # (B, H)
         into.sub_(heads if into.shape[0] > 1 else heads.sum(0, keepdim=True))
 
 
@@ -127,13 +196,15 @@ class Buckets(Bias):
     """A learned number per head and bucket of relative position: weight (1, K, H)."""
 
     fields = ("weight", "bidirectional", "max_distance")
+    by_distance = True
+    on_device = True
 
     def __init__(self, weight: Tensor, bidirectional: bool, max_distance: int) -> None:
         self.weight, self.bidirectional, self.max_distance = weight, bool(bidirectional), max_distance
 
-    def buckets(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+    def buckets(self, tile: Tile) -> Tensor:
         """The bucket of each pair, (B|1, n, m): exact for near keys, logarithmic up to `max_distance`."""
-        ahead = k_positions[:, None, :] - q_positions[:, :, None]
+        ahead = tile.k_positions[:, None, :] - tile.q_positions[:, :, None]
         count = self.weight.shape[1]
         offset = torch.zeros_like(ahead)
         if self.bidirectional:  # the upper half of the buckets is for keys ahead of the query
@@ -147,15 +218,15 @@ class Buckets(Bias):
         far = exact + (torch.log(ratio) / math.log(self.max_distance / exact) * (count - exact)).long()
         return offset + torch.where(distance < exact, distance, far.clamp(max=count - 1))
 
-    def block(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        buckets = self.buckets(q_positions, k_positions)
+    def block(self, tile: Tile) -> Tensor:
+        buckets = self.buckets(tile)
         if self.weight.shape[0] == 1:
             return self.weight[0][buckets].permute(0, 3, 1, 2)
         item = torch.arange(self.weight.shape[0], device=buckets.device)[:, None, None]
         return self.weight[item, buckets].permute(0, 3, 1, 2)
 
-    def block_gradient(self, gradient: Tensor, q_positions: Tensor, k_positions: Tensor, into: Tensor) -> None:
-        buckets = self.buckets(q_positions, k_positions).expand(gradient.shape[0], -1, -1)
+    def block_gradient(self, gradient: Tensor, tile: Tile, into: Tensor) -> None:
+        buckets = self.buckets(tile).expand(gradient.shape[0], -1, -1)
         count = self.weight.shape[1]
         if into.shape[0] > 1:
             buckets = buckets + count * torch.arange(into.shape[0], device=buckets.device)[:, None, None]
@@ -164,7 +235,7 @@ class Buckets(Bias):
 
 
 class Saturated(Bias):
-    """Another bias, for which queries meet the first `sinks` keys as if they stood at `last` at most."""
+    """Another bias in which, against the first `sinks` keys, the query position is clamped to `last`."""
 
     fields = ("weight", "inner", "sinks", "last")
 
@@ -174,10 +245,10 @@ class Saturated(Bias):
     def with_weight(self, weight: Tensor) -> Bias:
         return Saturated(self.inner.with_weight(weight), self.sinks, self.last)
 
-    def block(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
-        plain = self.inner.block(q_positions, k_positions)
-        near = self.inner.block(q_positions.clamp(max=self.last), k_positions)
-        return torch.where(k_positions[:, None, None, :] < self.sinks, near, plain)
+    def block(self, tile: Tile) -> Tensor:
+        far = self.inner.block(tile)
+        near = self.inner.block(tile._replace(q_positions=tile.q_positions.clamp(max=self.last)))
+        return torch.where(tile.k_positions[:, None, None, :] < self.sinks, near, far)
 
 
 class Alibi(nn.Module):
@@ -221,7 +292,7 @@ class Alibi(nn.Module):
 
     def block(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """What to add for queries at (B|1, n) and keys at (B|1, m): (B|1, H, n, m)."""
-        return self.as_bias().block(q_positions, k_positions)
+        return self.as_bias().block(Tile.at(q_positions, k_positions))
 
     def extra_repr(self) -> str:
         return f"num_heads={self.slopes.shape[0]}"
@@ -274,7 +345,7 @@ class RelativeBias(nn.Module):
 
     def block(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
         """What to add for queries at (B|1, n) and keys at (B|1, m): (B|1, H, n, m)."""
-        return self.as_bias().block(q_positions, k_positions)
+        return self.as_bias().block(Tile.at(q_positions, k_positions))
 
     def extra_repr(self) -> str:
         buckets, heads = self.weight.shape
@@ -316,7 +387,7 @@ def as_biases(bias: Any) -> tuple[Bias, ...]:
             )
         return (bias,)
     if isinstance(bias, Sequence) and not isinstance(bias, str):
-        return tuple(one for part in cast("Sequence[Any]", bias) for one in as_biases(part))
+        return tuple(single for several in cast("Sequence[Any]", bias) for single in as_biases(several))
     raise bad_type(
         "bias",
         expected="a tensor, a bias object (positions.Alibi, positions.RelativeBias) or a list of them",

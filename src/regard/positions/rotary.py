@@ -4,43 +4,26 @@ The widths of a head are taken in pairs. Pair i of a token at position p is turn
 by the angle p * f_i, where f_i = base ** (-2 i / R). The product of a query at p with a key at p' then
 depends on p - p' alone (Su et al. 2021, https://arxiv.org/abs/2104.09864).
 
-A *scaling* changes the frequencies f_i so that a model reads texts longer than those it was trained on::
-
-    Linear      all positions squeezed by one factor             https://arxiv.org/abs/2306.15595
-    DynamicNTK  a larger base, the larger the longer the text    https://arxiv.org/abs/2309.00071 (appendix B)
-    YaRN        slow pairs squeezed, fast pairs kept             https://arxiv.org/abs/2309.00071
-    LongRoPE    one searched factor per pair                     https://arxiv.org/abs/2402.13753
-    Llama3      slow pairs squeezed, fast pairs kept, by wavelength   https://arxiv.org/abs/2407.21783
+A *scaling* (`scalings.py`) changes the frequencies f_i so that a model reads texts longer than those it was trained on.
 
 Letters: B batch, H heads, N tokens, D head width, R rotated width (the first R of the D).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
+from regard import tuning
+from regard.checks import check_integers, check_positions, not_positions
 from regard.errors import bad_type, bad_value, shape_of
+from regard.positions.scalings import Scaling, periods_of
+from regard.tracing import is_eager
 
-__all__ = ["DynamicNTK", "LinearScaling", "Llama3", "LongRoPE", "Rotary", "Scaling", "YaRN", "rotate"]
-
-# From this many numbers on, memory is what a rotation waits for, and `_InPlace` is worth its cost per call.
-_LARGE = 1 << 17
-# Up to this many it is the number of operations.
-_FEW = 1 << 13
-# A table holds at most this many positions (4 MB at width 64); what lies beyond is computed each time.
-_LONGEST_TABLE = 1 << 14
-
-
-# ----------------------------------------------------------------------------------------------------
-# The rotation
+__all__ = ["Rotary", "rotate"]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -81,7 +64,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     """x (B, H, N, R), all of it turned: each pair (a, b) becomes (a cos - b sin, b cos + a sin)."""
-    if _is_eager() and x.numel() >= _LARGE and not (cos.requires_grad or sin.requires_grad):
+    if is_eager() and x.numel() >= tuning.ROTARY_IN_PLACE and not (cos.requires_grad or sin.requires_grad):
         return _InPlace.apply(x, cos, sin, interleaved)
     a, b = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
     a, b = torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)
@@ -111,19 +94,6 @@ class _InPlace(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         # A rotation's transpose is the rotation by the opposite angle.
         return _turn(grads[0], cos, -sin, ctx.interleaved), None, None, None
-
-
-def _is_eager() -> bool:
-    """Whether operations run as they are called, under no compiler, tracer, `torch.func` or forward gradient.
-
-    Only then may a result be kept for later calls, and only then is backward all that a gradient needs.
-    """
-    return not (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
 
 
 @contextmanager
@@ -161,290 +131,6 @@ def _check_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> None:
             received=f"{cos.shape[-1]} columns",
             remedy="pass cos and sin of the angles once, not repeated for both members of a pair",
         )
-
-
-# ----------------------------------------------------------------------------------------------------
-# Scalings
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """How frequencies change for texts longer than the trained ones. The base class changes nothing.
-
-    Write your own by overriding `frequencies`; where they depend on the length, `regime` and its flag too.
-    """
-
-    depends_on_length: ClassVar[bool] = False
-
-    def frequencies(self, periods: Tensor, *, base: float, length: int | Tensor | None) -> Tensor:
-        """The scaled frequencies (R/2,), in radians per position.
-
-        Args:
-            periods: (R/2,), base ** (2 i / R): one over the unscaled frequencies.
-            length: how long the text is, an int or a tensor without axes; None stands for the trained length.
-        """
-        return 1 / periods
-
-    def regime(self, length: int) -> Hashable:
-        """What of `length` the frequencies depend on: two lengths of one regime have equal frequencies."""
-        return length if self.depends_on_length else "any length"
-
-    @property
-    def amplitude(self) -> float:
-        """What cosine and sine are multiplied by, and so the scores by its square."""
-        return 1.0
-
-    def check(self, width: int) -> None:
-        """Raise if a rotated width of `width` cannot be scaled so."""
-
-
-@dataclass(frozen=True)
-class LinearScaling(Scaling):
-    """Position interpolation: position p is treated as p / factor.
-
-    >>> Rotary(4, base=100.0, scaling=Linear(4.0)).frequencies().tolist()  # 1 and 0.1, divided by 4
-    [0.25, 0.02500000037252903]
-    """
-
-    factor: float
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "factor")
-
-    def frequencies(self, periods: Tensor, *, base: float, length: int | Tensor | None) -> Tensor:
-        return 1 / periods / self.factor
-
-
-@dataclass(frozen=True)
-class DynamicNTK(Scaling):
-    """A base that grows with the text once it is longer than `trained_length`; up to there nothing changes.
-
-    The base grows so that the slowest pair turns as little as under linear interpolation by
-    factor * length / trained_length - (factor - 1), and the fastest pair as before.
-    """
-
-    depends_on_length: ClassVar[bool] = True
-    factor: float
-    trained_length: int
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "factor", "trained_length")
-
-    def frequencies(self, periods: Tensor, *, base: float, length: int | Tensor | None) -> Tensor:
-        if length is None:
-            return 1 / periods
-        if isinstance(length, Tensor):
-            length = length.clamp(min=self.trained_length).to(periods.dtype)  # (of integers it would be float32)
-        else:
-            length = max(length, self.trained_length)
-        width = 2 * len(periods)
-        stretch = self.factor * length / self.trained_length - (self.factor - 1)
-        return 1 / _periods(base * stretch ** (width / (width - 2)), width, periods.device, periods.dtype)
-
-    def regime(self, length: int) -> Hashable:
-        return "trained" if length <= self.trained_length else length
-
-    def check(self, width: int) -> None:
-        if width < 4:
-            raise bad_value(
-                "scaling",
-                expected="a rotated width of at least 4 for DynamicNTK",
-                received=width,
-                remedy="with one pair there is no slowest pair to hold: use Linear",
-            )
-
-
-@dataclass(frozen=True)
-class YaRN(Scaling):
-    """Pairs that turn often within the trained length are kept, those that turn seldom squeezed by `factor`.
-
-    Args:
-        factor: the extended length over the trained one.
-        trained_length: the length the model was trained on.
-        beta_fast: pairs that make more turns than this within the trained length are kept.
-        beta_slow: pairs that make fewer turns than this are squeezed; those between, in proportion.
-        attention_factor: what cosine and sine are multiplied by; by default 0.1 log(factor) + 1, the paper's.
-        mscale, mscale_all_dim: given both, the default is (0.1 mscale log(factor) + 1) over the same with
-            mscale_all_dim.
-        truncate: whether the kept and squeezed ranges end at whole pairs.
-    """
-
-    factor: float
-    trained_length: int
-    _: KW_ONLY
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "factor", "trained_length", "beta_fast", "beta_slow")
-        if self.beta_fast <= self.beta_slow:
-            raise bad_value(
-                "beta_fast",
-                expected=f"more turns than beta_slow = {self.beta_slow}",
-                received=self.beta_fast,
-                remedy="swap the two",
-            )
-
-    def frequencies(self, periods: Tensor, *, base: float, length: int | Tensor | None) -> Tensor:
-        width = 2 * len(periods)
-
-        def pair_that_turns(times: float) -> float:
-            # trained_length * base ** (-2 i / R) = 2 pi * times, solved for i
-            return width * math.log(self.trained_length / (times * 2 * math.pi)) / (2 * math.log(base))
-
-        first, last = pair_that_turns(self.beta_fast), pair_that_turns(self.beta_slow)
-        if self.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        # The published models were made with the bound R - 1, though the pairs end at R/2 - 1.
-        first, last = max(first, 0), min(last, width - 1)
-        if first == last:
-            last += 0.001  # a step, instead of a ramp of no width
-
-        pairs = torch.arange(len(periods), device=periods.device, dtype=periods.dtype)
-        kept = 1 - ((pairs - first) / (last - first)).clamp(0, 1)
-        return 1 / (self.factor * periods) * (1 - kept) + 1 / periods * kept
-
-    @property
-    def amplitude(self) -> float:
-        if self.attention_factor is not None:
-            return self.attention_factor
-
-        def sharpening(weight: float) -> float:
-            return 0.1 * weight * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-
-        if self.mscale and self.mscale_all_dim:
-            return sharpening(self.mscale) / sharpening(self.mscale_all_dim)
-        return sharpening(1.0)
-
-
-@dataclass(frozen=True)
-class LongRoPE(Scaling):
-    """One factor per pair, from one list up to the trained length and from another beyond it.
-
-    Args:
-        short, long: R/2 factors each, by which the frequencies are divided.
-        trained_length: texts longer than this take `long`, all positions of them.
-        factor: the extended length over the trained one, from which the attention factor follows.
-        attention_factor: what cosine and sine are multiplied by; by default
-            sqrt(1 + log(factor) / log(trained_length)), and 1 if factor is at most 1.
-    """
-
-    depends_on_length: ClassVar[bool] = True
-    short: tuple[float, ...]
-    long: tuple[float, ...]
-    trained_length: int
-    _: KW_ONLY
-    factor: float | None = None
-    attention_factor: float | None = None
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "trained_length")
-        for name in ("short", "long"):
-            factors = tuple(float(factor) for factor in getattr(self, name))
-            object.__setattr__(self, name, factors)  # a list would change under us, and has no hash
-            if not factors or min(factors) <= 0:
-                raise bad_value(name, expected="R/2 positive factors", received=factors)
-        if self.factor is not None:
-            _check_positive(self, "factor")
-        elif self.attention_factor is None:
-            raise bad_value(
-                "factor",
-                expected="factor or attention_factor",
-                received="neither",
-                remedy="factor is the extended length over the trained one",
-            )
-
-    def frequencies(self, periods: Tensor, *, base: float, length: int | Tensor | None) -> Tensor:
-        def stretched(factors: tuple[float, ...]) -> Tensor:
-            return 1 / (torch.tensor(factors, device=periods.device, dtype=periods.dtype) * periods)
-
-        if length is not None and not isinstance(length, Tensor) and torch.compiler.is_exporting():
-            # What is exported serves every length: scalar_tensor alone makes a tensor of a symbolic one.
-            length = torch.scalar_tensor(length, device=periods.device, dtype=torch.int64)
-        if isinstance(length, Tensor):
-            return torch.where(length > self.trained_length, stretched(self.long), stretched(self.short))
-        return stretched(self.short if length is None or length <= self.trained_length else self.long)
-
-    def regime(self, length: int) -> Hashable:
-        return "long" if length > self.trained_length else "short"
-
-    @property
-    def amplitude(self) -> float:
-        if self.attention_factor is not None:
-            return self.attention_factor
-        assert self.factor is not None
-        if self.factor <= 1:
-            return 1.0
-        return math.sqrt(1 + math.log(self.factor) / math.log(self.trained_length))
-
-    def check(self, width: int) -> None:
-        for name in ("short", "long"):
-            received = len(getattr(self, name))
-            if received != width // 2:
-                raise bad_value(
-                    f"scaling.{name}",
-                    expected=f"{width // 2} factors, one per pair of {width} rotated widths",
-                    received=received,
-                    remedy="the lists and the rotated width belong to one model: pass width=",
-                )
-
-
-@dataclass(frozen=True)
-class Llama3(Scaling):
-    """Pairs that turn slowly are squeezed by `factor`, those that turn fast kept, those between mixed.
-
-    Args:
-        factor: the extended length over the trained one.
-        low_frequency_factor: pairs that make fewer turns than this within the trained length are squeezed.
-        high_frequency_factor: pairs that make more turns than this are kept.
-        trained_length: the length the model was trained on.
-    """
-
-    factor: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    trained_length: int
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "factor", "low_frequency_factor", "high_frequency_factor", "trained_length")
-        if self.high_frequency_factor <= self.low_frequency_factor:
-            raise bad_value(
-                "high_frequency_factor",
-                expected=f"more than low_frequency_factor = {self.low_frequency_factor}",
-                received=self.high_frequency_factor,
-                remedy="swap the two",
-            )
-
-    def frequencies(self, periods: Tensor, *, base: float, length: int | Tensor | None) -> Tensor:
-        frequencies = 1 / periods
-        turns = self.trained_length / (2 * math.pi / frequencies)  # within the trained length
-        low, high = self.low_frequency_factor, self.high_frequency_factor
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return (1 - kept) * frequencies / self.factor + kept * frequencies
-
-
-def _periods(base: float | Tensor, width: int, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
-    return base ** (torch.arange(0, width, 2, device=device).to(dtype) / width)
-
-
-def _check_positive(scaling: Scaling, *names: str) -> None:
-    for name in names:
-        value = getattr(scaling, name)
-        if not value > 0:
-            raise bad_value(
-                f"{type(scaling).__name__}.{name}",
-                expected="a positive number",
-                received=value,
-                remedy="" if name != "factor" else "factor is the extended length over the trained one, e.g. 8.0",
-            )
-
-
-# ----------------------------------------------------------------------------------------------------
-# The module
 
 
 class Rotary(nn.Module):
@@ -505,9 +191,9 @@ class Rotary(nn.Module):
         if scaling is not None and not isinstance(scaling, Scaling):
             raise bad_type(
                 "scaling",
-                expected="Linear, DynamicNTK, YaRN, LongRoPE, Llama3 or None",
+                expected="LinearScaling, DynamicNTK, YaRN, LongRoPE, Llama3 or None",
                 received=type(scaling).__name__,
-                remedy="for example scaling=Linear(4.0)",
+                remedy="for example scaling=LinearScaling(4.0)",
             )
         self.head_dim = head_dim
         self.base = base
@@ -546,7 +232,7 @@ class Rotary(nn.Module):
             )
         dtype = _working_dtype(x)
         if isinstance(positions, Tensor):
-            self._check_positions(positions, x)
+            check_positions("positions", positions, x.shape[0], x.shape[-2])
             cos, sin = self._cos_sin(positions.to(x.device), length, dtype)
         elif isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
             cos, sin = self._cos_sin_from(positions, x, length, dtype)
@@ -554,12 +240,7 @@ class Rotary(nn.Module):
                 wide = x if x.dtype == dtype else x.to(dtype)
                 return torch.addcmul(wide * cos, wide.roll(self.width // 2, -1), sin).to(x.dtype)
         else:
-            raise bad_type(
-                "positions",
-                expected="an int or an integer tensor",
-                received=type(positions).__name__,
-                remedy="the position of the first token, or torch.tensor([...]) with one per token",
-            )
+            raise not_positions("positions", positions)
         return _rotate(x, cos, sin, self.interleaved)
 
     def angles(
@@ -571,7 +252,7 @@ class Rotary(nn.Module):
         tensor([[ 0.,  0.],
                 [10.,  1.]])
         """
-        _check_integers(positions)
+        check_integers("positions", positions)
         if not self.scaling.depends_on_length:
             frequencies = self._kept_frequencies(positions, dtype)
         else:
@@ -588,7 +269,7 @@ class Rotary(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
         """The frequencies (R/2,), in radians per position, of a text of `length` (None: the trained one)."""
-        periods = _periods(self.base, self.width, device, dtype)
+        periods = periods_of(self.base, self.width, device, dtype)
         return self.scaling.frequencies(periods, base=self.base, length=length)
 
     def extra_repr(self) -> str:
@@ -623,10 +304,10 @@ class Rotary(nn.Module):
         end = start + x.shape[-2]
         length = end if length is None else length
         # `type`: for tensors of another kind, such as fake ones, nothing is kept.
-        if _is_eager() and type(x) is Tensor and isinstance(length, int) and start >= 0 and end <= _LONGEST_TABLE:
+        if is_eager() and type(x) is Tensor and isinstance(length, int) and start >= 0 and end <= tuning.ROTARY_TABLE:
             regime = self.scaling.regime(length)
             if regime != length:  # else the table would serve this one length
-                few = x.numel() < _FEW and self.width == self.head_dim and not self.interleaved
+                few = x.numel() < tuning.ROTARY_FEW and self.width == self.head_dim and not self.interleaved
                 cos, sin = self._table(end, regime, length, x.device, dtype, both=few)
                 return cos[start:end], sin[start:end]
         return self._cos_sin(torch.arange(start, end, device=x.device), length, dtype)
@@ -637,7 +318,7 @@ class Rotary(nn.Module):
     def _kept_frequencies(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """`frequencies` of a scaling that is the same for all lengths, kept where that is possible."""
         device = positions.device
-        if type(positions) is not Tensor or not _is_eager():
+        if type(positions) is not Tensor or not is_eager():
             return self.frequencies(None, device, dtype=dtype)
         key = self._key(device, dtype, None)
         kept = self._frequencies.get(key)
@@ -657,7 +338,7 @@ class Rotary(nn.Module):
         if kept is not None and len(kept[0]) >= size:
             return kept
         # Doubling makes the cost of a text read token by token that of reading it at once.
-        size = min(max(size, 256, 0 if kept is None else 2 * len(kept[0])), _LONGEST_TABLE)
+        size = min(max(size, 256, 0 if kept is None else 2 * len(kept[0])), tuning.ROTARY_TABLE)
         with _kept_for_training():
             made = self._cos_sin(torch.arange(size, device=device), length, dtype)
             if both:
@@ -665,20 +346,3 @@ class Rotary(nn.Module):
         if type(made[0]) is Tensor:  # not a fake one, of a mode that is on around this call
             self._tables[key] = made
         return made
-
-    def _check_positions(self, positions: Tensor, x: Tensor) -> None:
-        _check_integers(positions)
-        batch, tokens = x.shape[0], x.shape[-2]
-        right = positions.ndim in (1, 2) and positions.shape[-1] == tokens
-        if not right or (positions.ndim == 2 and positions.shape[0] not in (1, batch)):
-            raise bad_value(
-                "positions",
-                expected=f"(N,) or (B, N) with N = {tokens}, B = {batch}, or an int",
-                received=shape_of(positions),
-                remedy="one position per token of x, or the first one's as an int",
-            )
-
-
-def _check_integers(positions: Tensor) -> None:
-    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
-        raise bad_type("positions", expected="integers", received=positions.dtype, remedy="positions.long()")

@@ -1,24 +1,24 @@
 """The page, live on this machine: type a text, pick a model, see it; zoom in, and exact weights are computed.
 
     browser
-     │  server.py     a socket; connections have deadlines, and there are only so many
+     │  server.py     a socket; connections have deadlines, and their number is limited
      ▼
     bytes
-     │  guard.py      who may ask: our own page, under our own name
+     │  guard.py      refuses other sites' pages and foreign host names
      ▼
     request
-     │  routes.py     the routes; requests.py checks what is asked for
+     │  routes.py     the routes; requests.py checks requests
      ▼
-    Ask
-     │  jobs.py       a queue, one thread that computes, results that are kept for a while
+    LookRequest
+     │  jobs.py       a queue, one worker thread, results that are kept for a while
      ▼
     Job
      │  model_registry.py  the models that may be asked for, loaded on first use
-     │  results.py    what a model sees in a text, as the page wants it; exact crops
+     │  results.py    runs the model and makes the page's content; exact crops
      ▼
-    Result
+    LookResult
 
-Only what was named when it began can be asked for: no request names a file.
+Only models that were named at the start can be asked for: no request names a file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import webbrowser
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from regard.serve.model_registry import DEFAULT, Shelf
+from regard.serve.model_registry import DEFAULT, ModelRegistry
 from regard.serve.requests import Limits
 
 if TYPE_CHECKING:
@@ -51,33 +51,32 @@ def serve(
     """Serve the page until Ctrl-C.
 
     Args:
-        models: what may be asked for: names or paths as `models.load` takes them; or a mapping of names to those, to
-            models of regard, or to pairs `(model, tokenizer)` of any other. By default the embedded models that are
-            installed.
-        host: who may connect: this machine alone, unless another address of it is given ("0.0.0.0" is all of them).
+        models: the models that may be asked for: names or paths as `models.load` takes them; or a mapping of names to
+            those, to models of regard, or to pairs `(model, tokenizer)`. By default the installed embedded models.
+        host: the address to listen on: by default only this machine can connect ("0.0.0.0": everyone).
         port: 0 takes a free one. The address is printed.
         open_browser: whether to open the page in the browser.
         limits: how much may be asked for, and how much is kept.
     """
     from regard.serve import server  # brings uvicorn
 
-    with server.bound(host, port) as listening:
+    with server.listen(host, port) as listening:
         port = listening.getsockname()[1]
         app = application(models, host=host, port=port, limits=limits)
-        address = server.address(host, port)
-        print(f"regard: {address} (Ctrl-C ends it)", flush=True)
+        url = server.url(host, port)
+        print(f"regard: {url} (Ctrl-C ends it)", flush=True)
         if not server.is_loopback(listening):
             print("regard: everyone who can reach this machine can use it", file=sys.stderr, flush=True)
         if open_browser:  # (some browsers return only when they are closed)
-            threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+            threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
         server.run(app, listening)
 
 
 def application(
     models: Models = DEFAULT, *, host: str = "127.0.0.1", port: int = 8808, limits: Limits | None = None
 ) -> Starlette:
-    """What `serve` serves, for a server of your own. It answers under the names of `host` and `port` alone."""
+    """The ASGI application of `serve`, for a server of your own. It answers only to the names of `host` and `port`."""
     from regard.serve import routes  # brings starlette
 
     limits = limits or Limits()
-    return routes.application(Shelf(models, limits.models), limits, host, port)
+    return routes.application(ModelRegistry(models, limits.models), limits, host, port)

@@ -1,5 +1,5 @@
-"""Who may ask: our own page, under our own name. A page of somebody else, open in the same browser, may not; nor under
-a name that he made to point here (DNS rebinding)."""
+"""Who may ask: our own page, under our own host name. Refuses pages of other sites in the same browser (CSRF), and host
+names that others made to point here (DNS rebinding)."""
 
 from __future__ import annotations
 
@@ -30,34 +30,29 @@ HEADERS = {
 
 
 class Guard:
-    """Around an application: what may not ask is refused; what is answered carries `HEADERS`."""
+    """ASGI middleware that refuses foreign requests, and adds `HEADERS` to every response."""
 
     def __init__(self, app: App, host: str, port: int) -> None:
         self.app, self.port = app, port
         self.everywhere = host in ("", "0.0.0.0", "::")
-        names = [
-            "localhost",
-            "127.0.0.1",
-            "[::1]",
-            _bracketed(host),
-            *([socket.gethostname()] if self.everywhere else []),
-        ]
+        names = ["localhost", "127.0.0.1", "[::1]", _bracketed(host)]
+        names += [socket.gethostname()] if self.everywhere else []
         self.names = {name.lower() for name in names if name}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
         elif scope["type"] == "http":
-            why = self.why_not(scope)
-            if why is None:
+            refusal = self.why_not(scope)
+            if refusal is None:
                 await self.app(scope, receive, _with_headers(send))
             else:
-                await _refuse(_with_headers(send), *why)
+                await _refuse(_with_headers(send), *refusal)
         else:  # websockets: we have none
             await send({"type": "websocket.close", "code": 1008})
 
     def why_not(self, scope: Scope) -> tuple[int, str] | None:
-        """The status and the words of a refusal; None where somebody may ask."""
+        """The status and the message of a refusal; None if the request is allowed."""
         hosts, origins, sites = (_values(scope, name) for name in (b"host", b"origin", b"sec-fetch-site"))
         if len(hosts) != 1 or not self.is_ours(hosts[0]):
             expected = " or ".join(f"{name}:{self.port}" for name in sorted(self.names))
@@ -72,7 +67,7 @@ class Guard:
         return None
 
     def is_ours(self, host: str) -> bool:
-        """Whether a Host header names us, with our port. Nobody can make a numeric address point elsewhere."""
+        """Whether a Host header names this server and its port. A numeric address cannot be made to point elsewhere."""
         name, colon, port = host.lower().rpartition(":")
         if not colon or port.endswith("]"):
             name, port = host.lower(), "80"
@@ -96,19 +91,19 @@ def _is_numeric(name: str) -> bool:
 
 
 def _with_headers(send: Send) -> Send:
-    async def sent(message: Message) -> None:
+    async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
-            there = {key.lower() for key, _ in message["headers"]}
-            more = [(key.encode(), value.encode()) for key, value in HEADERS.items() if key.encode() not in there]
+            present = {key.lower() for key, _ in message["headers"]}
+            more = [(key.encode(), value.encode()) for key, value in HEADERS.items() if key.encode() not in present]
             message = {**message, "headers": [*message["headers"], *more]}
         await send(message)
 
-    return sent
+    return send_with_headers
 
 
-async def _refuse(send: Send, status: int, words: str) -> None:
-    """Refuse without reading what comes after the headers: the connection is closed."""
-    body = json.dumps({"error": words}).encode()
+async def _refuse(send: Send, status: int, message: str) -> None:
+    """Answer without reading the body, and close the connection."""
+    body = json.dumps({"error": message}).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),

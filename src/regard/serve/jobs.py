@@ -1,5 +1,5 @@
-"""Jobs: a queue, one thread that does one after another (a watch sees the thread that it began in), and results that
-are kept for a while."""
+"""Jobs: a queue, one worker thread (a watch sees only the thread that it began in), and results that are kept for a
+while."""
 
 from __future__ import annotations
 
@@ -14,90 +14,80 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from regard.errors import bad_value, printable
-from regard.serve.model_registry import Shelf
-from regard.serve.requests import Ask, Limits, Refused
-from regard.serve.results import Result, looked
+from regard.serve.model_registry import ModelRegistry
+from regard.serve.requests import Limits, LookRequest, RequestError
+from regard.serve.results import LookResult, run_look
 
-__all__ = ["Job", "Jobs"]
+__all__ = ["Job", "JobQueue"]
 
 log = logging.getLogger("regard.serve")
 
 
-def _without_commands(record: logging.LogRecord) -> bool:
-    """A model's error may hold words of a text: they do not command the terminal that shows the log."""
+def _escape_controls(record: logging.LogRecord) -> bool:
+    """A model's error may quote a text: its control characters must not reach the terminal that shows the log."""
     record.msg, record.args = printable(record.getMessage(), lines=True), ()
     if record.exc_info:
         record.exc_text = printable(logging.Formatter().formatException(record.exc_info), lines=True)
     return True
 
 
-log.addFilter(_without_commands)
+log.addFilter(_escape_controls)
 
-TIDY = 30.0  # seconds between two looks at what may be forgotten, where nothing else happens
-LOADING = 0.4  # the share of the bar that is for loading a model
+CLEANUP_INTERVAL = 30.0  # seconds, while the queue is empty
+LOADING_SHARE = 0.4  # of the progress bar
 
 
-class Stopped(Exception):
-    """A job that is not to go on."""
+class JobStopped(Exception):
+    """Raised inside a job to end it."""
 
 
 @dataclass(eq=False)
 class Job:
-    """Something to look at, and how far it is. Its name cannot be guessed."""
+    """A look that was asked for, and its progress. Its id cannot be guessed."""
 
-    ask: Ask
-    pinned: bool = False  # never forgotten, and computed even if nobody asks
+    request: LookRequest
+    pinned: bool = False  # never forgotten, and computed even if nobody asks for it
     id: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     state: Literal["waiting", "running", "done", "failed", "stopped"] = "waiting"
     progress: float = 0.0
-    said: str = ""
-    stop: bool = False
-    asked: float = field(default_factory=time.monotonic)  # when somebody last asked for it
-    result: Result | None = None
+    message: str = ""
+    stop_requested: bool = False
+    last_asked: float = field(default_factory=time.monotonic)
+    result: LookResult | None = None
 
     @property
-    def over(self) -> bool:
-        """Whether nothing more will happen to it."""
+    def finished(self) -> bool:
         return self.state in ("done", "failed", "stopped")
 
     def idle(self) -> float:
         """Seconds since somebody asked for it."""
-        return 0.0 if self.pinned else time.monotonic() - self.asked
+        return 0.0 if self.pinned else time.monotonic() - self.last_asked
 
-    def end(self, state: Literal["done", "failed", "stopped"], said: str = "") -> None:
-        """Nothing more will happen to it."""
-        self.progress, self.said, self.state = 1.0, said, state
+    def finish(self, state: Literal["done", "failed", "stopped"], message: str = "") -> None:
+        self.progress, self.message, self.state = 1.0, message, state
 
 
-class Jobs:
-    """All jobs that are known. Its functions may be called from any thread."""
+class JobQueue:
+    """All jobs. Its methods may be called from any thread."""
 
-    def __init__(self, shelf: Shelf, limits: Limits) -> None:
-        self.shelf, self.limits = shelf, limits
-        self.known: dict[str, Job] = {}
+    def __init__(self, registry: ModelRegistry, limits: Limits) -> None:
+        self.registry, self.limits = registry, limits
+        self.jobs: dict[str, Job] = {}
         self.waiting: deque[Job] = deque()
-        self.kept: OrderedDict[str, Job] = OrderedDict()  # with results, those asked for last at the end
+        self.kept: OrderedDict[str, Job] = OrderedDict()  # jobs whose results are kept, the last asked for at the end
         self.changed = threading.Condition()
         self.thread: threading.Thread | None = None
         self.closed = False
 
-    def add(self, ask: Ask, pinned: bool = False) -> Job:
+    def add(self, request: LookRequest, pinned: bool = False) -> Job:
         """A new job, at the end of the queue."""
         with self.changed:
-            self._tidy()
+            self._forget_old()
             if len(self.waiting) >= self.limits.waiting or self.closed:
-                raise Refused(
-                    503,
-                    bad_value(
-                        "queue",
-                        expected=f"fewer than {self.limits.waiting} texts that wait",
-                        received=len(self.waiting),
-                        remedy="try again in a few seconds",
-                    ),
-                    **{"retry-after": "5"},
-                )
-            job = Job(ask, pinned)
-            self.known[job.id] = job
+                message = f"the queue is full: {len(self.waiting)} texts are waiting; try again in a few seconds"
+                raise RequestError(503, message, **{"retry-after": "5"})
+            job = Job(request, pinned)
+            self.jobs[job.id] = job
             self.waiting.append(job)
             if self.thread is None:
                 self.thread = threading.Thread(target=self._work, name="regard.serve", daemon=True)
@@ -105,111 +95,102 @@ class Jobs:
             self.changed.notify()
             return job
 
-    def get(self, name: str) -> Job:
-        """A job by its name."""
+    def get(self, job_id: str) -> Job:
+        """A job by its id."""
         with self.changed:
-            self._tidy()
-            job = self.known.get(name)
+            self._forget_old()
+            job = self.jobs.get(job_id)
             if job is None:
-                raise Refused(
-                    404,
-                    bad_value(
-                        "job",
-                        expected="one that is known",
-                        received="another, or one that was forgotten",
-                        remedy="look again",
-                    ),
-                )
-            job.asked = time.monotonic()
+                raise RequestError(404, "unknown or expired job; look again")
+            job.last_asked = time.monotonic()
             if job.id in self.kept:
                 self.kept.move_to_end(job.id)
             if job in self.waiting:
                 before = self.waiting.index(job)
-                job.said = f"waiting, {before} before it" if before else "waiting"
+                job.message = f"waiting, {before} before it" if before else "waiting"
             return job
 
-    def result(self, name: str) -> Result:
-        """What a job made."""
-        job = self.get(name)
+    def result(self, job_id: str) -> LookResult:
+        """The result of a job."""
+        job = self.get(job_id)
         if job.state != "done":
-            raise Refused(409, bad_value("job", expected="one that is done", received=f"one that is {job.state}"))
+            raise RequestError(409, bad_value("job", expected="one that is done", received=f"one that is {job.state}"))
         if job.result is None:
-            raise Refused(
-                410,
-                bad_value(
-                    "job",
-                    expected="a result that is still kept",
-                    received="one that was forgotten",
-                    remedy="look again",
-                ),
-            )
+            raise RequestError(410, "the result of this job is no longer kept; look again")
         return job.result
 
-    def stop(self, name: str) -> Job:
-        """Stop a job: one that waits at once, one that runs as soon as it tells how far it is."""
-        job = self.get(name)
+    def stop(self, job_id: str) -> Job:
+        """Stop a job: a waiting one at once, a running one when it next reports progress."""
+        job = self.get(job_id)
         with self.changed:
-            job.stop = True
+            job.stop_requested = True
             if job in self.waiting:
                 self.waiting.remove(job)
-                job.end("stopped", "stopped")
+                job.finish("stopped", "stopped")
         return job
 
-    def close(self, patience: float = 5.0) -> None:
-        """Stop everything; wait for the thread, but not for ever."""
+    def close(self, timeout: float = 5.0) -> None:
+        """Stop everything, and wait for the worker thread."""
         with self.changed:
             self.closed = True
             self.changed.notify_all()
         if self.thread is not None:
-            self.thread.join(patience)
+            self.thread.join(timeout)
 
-    # The thread
+    # The worker thread
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
-            self._do(job)
-            del job  # else the last result would be held until there is another
-            _give_back()
+            self._run(job)
+            del job  # else the last result would stay alive until there is another job
+            _trim_memory()
 
     def _next(self) -> Job | None:
         with self.changed:
             while not self.waiting and not self.closed:
-                self.changed.wait(TIDY)
-                self._tidy()
+                self.changed.wait(CLEANUP_INTERVAL)
+                self._forget_old()
             if self.closed:
                 return None
             job = self.waiting.popleft()
-            job.state, job.said = "running", ""
+            job.state, job.message = "running", ""
             return job
 
-    def _do(self, job: Job) -> None:
-        """Compute one. What the asker got wrong is said to him; what we got wrong also goes to the log. Nothing that a
-        job raises may end this thread: there is no other."""
+    def _run(self, job: Job) -> None:
+        """Compute one job. An error of the caller becomes its message; one of ours is also logged. Nothing that a job
+        raises may end this thread: there is no other."""
         try:
-            self._keep(job, self._looked(job))
-        except Stopped as why:
-            job.end("stopped", str(why))
+            self._keep(job, self._look(job))
+        except JobStopped as why:
+            job.finish("stopped", str(why))
         except (ValueError, TypeError, ImportError, OSError) as error:
-            job.end("failed", str(error))
-        except BaseException as error:  # (a panic of a tokenizer is no `Exception`; Ctrl-C goes to the main thread)
+            job.finish("failed", str(error))
+        except BaseException as error:  # (a tokenizer's panic is no `Exception`; Ctrl-C goes to the main thread)
             log.exception("a look failed")
-            job.end("failed", f"the model failed: {type(error).__name__}: {str(error)[:200]}")
+            job.finish("failed", f"the model failed: {type(error).__name__}: {str(error)[:200]}")
 
-    def _looked(self, job: Job) -> Result:
-        ask, first = job.ask, 0.0 if self.shelf.ready(job.ask.model) else LOADING
+    def _look(self, job: Job) -> LookResult:
+        request = job.request
+        start = 0.0 if self.registry.is_loaded(request.model) else LOADING_SHARE
 
-        def tell(share: float, said: str) -> None:
-            if job.stop or self.closed:
-                raise Stopped("stopped")
+        def report(share: float, message: str) -> None:
+            if job.stop_requested or self.closed:
+                raise JobStopped("stopped")
             if job.idle() > self.limits.patience:
-                raise Stopped("stopped: nobody asked for it any more")
-            job.progress, job.said = share, said
+                raise JobStopped("stopped: nobody asked for it any more")
+            job.progress, job.message = share, message
 
-        tell(0.0, "")
-        model, tokenizer = self.shelf.take(ask.model, lambda share: tell(LOADING * share, f"loading {ask.model}"))
-        return looked(model, tokenizer, ask, self.limits, lambda share, said: tell(first + (1 - first) * share, said))
+        def loading(share: float) -> None:
+            report(LOADING_SHARE * share, f"loading {request.model}")
 
-    def _keep(self, job: Job, result: Result) -> None:
+        def looking(share: float, message: str) -> None:
+            report(start + (1 - start) * share, message)
+
+        report(0.0, "")
+        model, tokenizer = self.registry.get(request.model, loading)
+        return run_look(model, tokenizer, request, self.limits, looking)
+
+    def _keep(self, job: Job, result: LookResult) -> None:
         with self.changed:
             job.result = result
             if not job.pinned:
@@ -217,25 +198,25 @@ class Jobs:
             while len(self.kept) > 1 and not self._fits():
                 _, oldest = self.kept.popitem(last=False)
                 oldest.result = None
-            job.end("done")
+            job.finish("done")
 
     def _fits(self) -> bool:
-        held = sum(job.result.size for job in self.kept.values() if job.result is not None)
-        return len(self.kept) <= self.limits.results and held <= self.limits.memory
+        size = sum(job.result.size for job in self.kept.values() if job.result is not None)
+        return len(self.kept) <= self.limits.results and size <= self.limits.memory
 
-    def _tidy(self) -> None:
-        """Forget jobs that are over and that nobody asked for in a while; of very many, the oldest."""
-        over = [job for job in self.known.values() if job.over and not job.pinned]
-        late = [job for job in over if job.idle() > self.limits.forget]
-        many = sorted(over, key=lambda job: job.asked)[: max(0, len(over) - 8 * self.limits.waiting)]
-        for job in {*late, *many}:
-            del self.known[job.id]
+    def _forget_old(self) -> None:
+        """Forget finished jobs that nobody asked for in a while; if there are very many, also the oldest."""
+        finished = [job for job in self.jobs.values() if job.finished and not job.pinned]
+        expired = [job for job in finished if job.idle() > self.limits.forget]
+        excess = sorted(finished, key=lambda job: job.last_asked)[: max(0, len(finished) - 8 * self.limits.waiting)]
+        for job in {*expired, *excess}:
+            del self.jobs[job.id]
             self.kept.pop(job.id, None)
             job.result = None
 
 
-def _give_back() -> None:
-    """Memory that is free goes back to the system. (What is kept lies between what is not, so that glibc, unless it is
-    asked, keeps nearly as much again.)"""
+def _trim_memory() -> None:
+    """Return free memory to the system. (Kept results lie between freed memory, so glibc would keep nearly as much
+    again.)"""
     with suppress(AttributeError, OSError, TypeError):  # another C library, another system
         ctypes.CDLL(None).malloc_trim(0)

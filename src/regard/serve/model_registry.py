@@ -1,4 +1,4 @@
-"""The models that may be asked for. They are named when the server begins, and loaded when they are first used."""
+"""The models that may be asked for. They are named when the server starts, and loaded when they are first used."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch import nn
 from regard import models as library
 from regard.errors import bad_type, bad_value
 
-__all__ = ["DEFAULT", "Offer", "Shelf"]
+__all__ = ["DEFAULT", "ModelEntry", "ModelRegistry"]
 
 DEFAULT = tuple(library.EMBEDDED)
 
 
 @dataclass(frozen=True)
-class Offer:
-    """A model by the name that it is asked for: where it is, or the model itself."""
+class ModelEntry:
+    """A model by name: where it is, or the model itself."""
 
     name: str
     kind: str  # "encoder", "decoder" or "encoder and decoder"
@@ -31,49 +31,49 @@ class Offer:
     tokenizer: Any = None
 
 
-class Shelf:
-    """Models by name; at most `keep` of those that it loaded stay in memory. One thread takes from it."""
+class ModelRegistry:
+    """Models by name; at most `keep` of those that it loaded stay in memory. Only one thread may call `get`."""
 
     def __init__(self, models: Iterable[str] | Mapping[str, Any], keep: int = 2) -> None:
-        self.offers = {offer.name: offer for offer in _offers(models)}
+        self.entries = {entry.name: entry for entry in _entries(models)}
         self.keep = keep
-        self.loaded: OrderedDict[str, nn.Module] = OrderedDict()
+        self.loaded: OrderedDict[str, nn.Module] = OrderedDict()  # the last used at the end
 
     @property
     def kinds(self) -> dict[str, str]:
-        """What may be asked for, and what each is."""
-        return {offer.name: offer.kind for offer in self.offers.values()}
+        """The kind of each model, by name."""
+        return {entry.name: entry.kind for entry in self.entries.values()}
 
-    def ready(self, name: str) -> bool:
-        """Whether a model is in memory."""
-        return self.offers[name].model is not None or name in self.loaded
+    @property
+    def first(self) -> str:
+        """The name of the first model."""
+        return next(iter(self.entries))
 
-    def take(self, name: str, progress: Callable[[float], None]) -> tuple[nn.Module, Any]:
-        """A model and its tokenizer (None where the model has its own)."""
-        offer = self.offers[name]
-        if offer.model is not None:
-            return offer.model, offer.tokenizer
+    def is_loaded(self, name: str) -> bool:
+        return self.entries[name].model is not None or name in self.loaded
+
+    def get(self, name: str, progress: Callable[[float], None]) -> tuple[nn.Module, Any]:
+        """A model and its tokenizer (None if the model has its own), loaded if it has to be."""
+        entry = self.entries[name]
+        if entry.model is not None:
+            return entry.model, entry.tokenizer
         if name not in self.loaded:
-            self._make_room()
-            assert offer.source is not None
-            self.loaded[name] = library.load(offer.source, progress=lambda tensors: _told(list(tensors), progress))
+            while len(self.loaded) >= self.keep:  # free memory before another model is loaded
+                self.loaded.popitem(last=False)
+                gc.collect()
+            assert entry.source is not None
+            self.loaded[name] = library.load(entry.source, progress=lambda tensors: _report(list(tensors), progress))
         self.loaded.move_to_end(name)
         return self.loaded[name], None
 
-    def _make_room(self) -> None:
-        """Let go of what was not used for longest, before another is loaded."""
-        while len(self.loaded) >= self.keep:
-            self.loaded.popitem(last=False)
-            gc.collect()
+
+def _report(items: list[Any], progress: Callable[[float], None]) -> Iterator[Any]:
+    for done, item in enumerate(items):
+        progress(done / len(items))
+        yield item
 
 
-def _told(things: list[Any], progress: Callable[[float], None]) -> Iterator[Any]:
-    for done, thing in enumerate(things):
-        progress(done / len(things))
-        yield thing
-
-
-def _offers(models: Iterable[str] | Mapping[str, Any]) -> list[Offer]:
+def _entries(models: Iterable[str] | Mapping[str, Any]) -> list[ModelEntry]:
     if isinstance(models, (str, PathLike, nn.Module)):
         raise bad_type(
             "models",
@@ -82,61 +82,47 @@ def _offers(models: Iterable[str] | Mapping[str, Any]) -> list[Offer]:
             remedy='models=["minilm"], or models={"mine": model}',
         )
     if isinstance(models, Mapping):
-        made = [_offer(str(name), model) for name, model in models.items()]
+        entries = [_entry(str(name), model) for name, model in models.items()]
     else:
         names = list(models)
-        if tuple(names) == DEFAULT:  # nobody asked for one of them in particular
+        if tuple(names) == DEFAULT:  # by default, those that are installed
             names = [name for name in names if library.EMBEDDED[name].installed() is not None]
-        made = [_offer(_name(one), one) for one in names]
-    if not made:
-        raise bad_value(
-            "models",
-            expected="at least one",
-            received="none",
-            remedy=" or ".join(model.install for model in library.EMBEDDED.values()),
-        )
-    twice = [offer.name for offer in made if sum(offer.name == other.name for other in made) > 1]
-    if twice:
-        raise bad_value(
-            "models",
-            expected="names that differ",
-            received=f"{twice[0]!r} twice",
-            remedy="a mapping of names to models",
-        )
-    return made
+        entries = [_entry(_name(model), model) for model in names]
+    if not entries:
+        remedy = " or ".join(model.install for model in library.EMBEDDED.values())
+        raise bad_value("models", expected="at least one", received="none", remedy=remedy)
+    names = [entry.name for entry in entries]
+    if twice := [name for name in names if names.count(name) > 1]:
+        remedy = "a mapping of names to models"
+        raise bad_value("models", expected="names that differ", received=f"{twice[0]!r} twice", remedy=remedy)
+    return entries
 
 
-def _name(one: Any) -> str:
-    """What a model is asked for by: a name as it is, of a path the last part."""
-    if not isinstance(one, (str, PathLike)):
-        raise bad_type(
-            "models", expected="names or paths", received=type(one).__name__, remedy='a mapping, models={"mine": model}'
-        )
-    return one if isinstance(one, str) and one in library.EMBEDDED else Path(one).name or str(one)
+def _name(model: Any) -> str:
+    """The name of a model: of a path the last part."""
+    if not isinstance(model, (str, PathLike)):
+        remedy = 'a mapping, models={"mine": model}'
+        raise bad_type("models", expected="names or paths", received=type(model).__name__, remedy=remedy)
+    return model if isinstance(model, str) and model in library.EMBEDDED else Path(model).name or str(model)
 
 
-def _offer(name: str, given: Any) -> Offer:
+def _entry(name: str, given: Any) -> ModelEntry:
     if isinstance(given, (str, PathLike)):
-        return Offer(name, library.source(given, check=False).config.kind, source=given)
+        return ModelEntry(name, library.source(given, check=False).config.kind, source=given)
     model, tokenizer = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
     if not isinstance(model, nn.Module):
-        raise bad_type(
-            f"model {name!r}",
-            expected="a name, a path, a model, or a pair (model, tokenizer)",
-            received=type(given).__name__,
-        )
+        expected = "a name, a path, a model, or a pair (model, tokenizer)"
+        raise bad_type(f"model {name!r}", expected=expected, received=type(given).__name__)
     if tokenizer is None and getattr(model, "tokenizer", None) is None:
-        raise bad_type(
-            f"model {name!r}", expected="a tokenizer with it", received="none", remedy="a pair (model, tokenizer)"
-        )
-    return Offer(name, _kind(model), model=model, tokenizer=tokenizer)
+        remedy = "a pair (model, tokenizer)"
+        raise bad_type(f"model {name!r}", expected="a tokenizer with it", received="none", remedy=remedy)
+    return ModelEntry(name, _kind(model), model=model, tokenizer=tokenizer)
 
 
 def _kind(model: Any) -> str:
-    config = getattr(model, "config", None)
     if isinstance(model, (library.Encoder, library.Decoder)):
         return model.config.kind
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return "encoder and decoder"
-    writes = getattr(model, "can_generate", None)
-    return "decoder" if callable(writes) and writes() else "encoder"
+    can_generate = getattr(model, "can_generate", None)
+    return "decoder" if callable(can_generate) and can_generate() else "encoder"

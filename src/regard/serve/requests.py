@@ -1,4 +1,4 @@
-"""What is asked for, checked before anything is computed."""
+"""Requests, checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from regard.errors import bad_type, bad_value
 
-__all__ = ["Ask", "Limits", "Refused", "ask", "number", "span"]
+__all__ = ["Limits", "LookRequest", "RequestError", "parse_index", "parse_look", "parse_range"]
 
 
 @dataclass(frozen=True)
@@ -19,16 +19,16 @@ class Limits:
     """How much may be asked for, and how much is kept.
 
     Attributes:
-        characters, tokens: of a text; what is generated counts as tokens.
-        generate: tokens that a model may go on for.
+        characters, tokens: of a text; generated tokens count.
+        generate: tokens that a model may generate.
         crop: tokens to each side of an exact crop.
         page: bytes of a page, about; longer texts are pooled.
         waiting: jobs in the queue.
-        results, memory: how many results are kept, and the bytes of all together.
+        results, memory: how many results are kept, and their bytes together.
         models: how many loaded models are kept.
-        forget: seconds after which a job that nobody asks for is forgotten.
-        patience: seconds after which one that nobody asks for is not computed any further.
-        reading: seconds in which a request has to arrive whole.
+        forget: seconds without a request after which a finished job is forgotten.
+        patience: seconds without a request after which a running job is stopped.
+        reading: seconds in which a request has to arrive completely.
     """
 
     characters: int = 16_000
@@ -50,102 +50,85 @@ class Limits:
         return 12 * self.characters + 4096
 
 
-class Refused(Exception):
-    """A request that is not served: the status, and why in words."""
+class RequestError(Exception):
+    """A request that is refused: the HTTP status, the message, more headers."""
 
-    def __init__(self, status: int, why: Exception | str, **headers: str) -> None:
-        super().__init__(str(why))
-        self.status, self.why, self.headers = status, str(why), headers
+    def __init__(self, status: int, message: Exception | str, **headers: str) -> None:
+        super().__init__(str(message))
+        self.status, self.message, self.headers = status, str(message), headers
 
 
 @dataclass(frozen=True)
-class Ask:
-    """A text to look at with a model, which may go on for some tokens."""
+class LookRequest:
+    """A text to look at with a model, and how many tokens the model shall generate after it."""
 
     text: str
     model: str
     generate: int = 0
 
 
-def ask(body: bytes, kinds: Mapping[str, str], limits: Limits) -> Ask:
-    """What a request asks for. `kinds` are the models that it may name, and what each is."""
-    said = _json(body)
-    if not isinstance(said, dict):
-        raise Refused(422, bad_type("body", expected="an object with text and model", received=short(said)))
-    if strange := sorted(set(said) - {"text", "model", "generate"}):
-        raise Refused(422, bad_value("body", expected="text, model and generate", received=short(strange[0])))
-    text = _text(said.get("text"), limits)
-    model = said.get("model")
+def parse_look(body: bytes, kinds: Mapping[str, str], limits: Limits) -> LookRequest:
+    """The body of a request as a `LookRequest`. `kinds`: the models that it may name, and the kind of each."""
+    content = _parse_json(body)
+    if not isinstance(content, dict):
+        raise RequestError(422, bad_type("body", expected="an object with text and model", received=short(content)))
+    if unknown := sorted(set(content) - {"text", "model", "generate"}):
+        raise RequestError(422, bad_value("body", expected="text, model and generate", received=short(unknown[0])))
+    text = _check_text(content.get("text"), limits)
+    model = content.get("model")
     if not isinstance(model, str) or model not in kinds:
-        raise Refused(422, bad_value("model", expected=f"one of {', '.join(kinds)}", received=short(model)))
-    return Ask(text, model, _generate(said.get("generate", 0), model, kinds[model], limits))
+        raise RequestError(422, bad_value("model", expected=f"one of {', '.join(kinds)}", received=short(model)))
+    return LookRequest(text, model, _check_generate(content.get("generate", 0), model, kinds[model], limits))
 
 
-def _json(body: bytes) -> Any:
+def _parse_json(body: bytes) -> Any:
     try:
         return json.loads(body.decode("utf-8"))
     except UnicodeDecodeError:
-        raise Refused(400, bad_value("body", expected="UTF-8", received="other bytes")) from None
+        raise RequestError(400, bad_value("body", expected="UTF-8", received="other bytes")) from None
     except RecursionError:
-        raise Refused(400, bad_value("body", expected="one flat object", received="a deep one")) from None
+        raise RequestError(400, bad_value("body", expected="one flat object", received="a deep one")) from None
     except ValueError as error:
-        raise Refused(400, bad_value("body", expected="JSON", received=str(error)[:80])) from None
+        raise RequestError(400, bad_value("body", expected="JSON", received=str(error)[:80])) from None
 
 
-def _text(text: Any, limits: Limits) -> str:
+def _check_text(text: Any, limits: Limits) -> str:
     if not isinstance(text, str):
-        raise Refused(422, bad_type("text", expected="a text", received=short(text)))
+        raise RequestError(422, bad_type("text", expected="a text", received=short(text)))
     if not text.strip():
-        raise Refused(422, bad_value("text", expected="at least one word", received=short(text)))
+        raise RequestError(422, bad_value("text", expected="at least one word", received=short(text)))
     if len(text) > limits.characters:
-        raise Refused(
-            422,
-            bad_value(
-                "text",
-                expected=f"at most {limits.characters} characters",
-                received=f"{len(text)}",
-                remedy="a shorter text",
-            ),
-        )
+        expected = f"at most {limits.characters} characters"
+        raise RequestError(422, bad_value("text", expected=expected, received=len(text), remedy="a shorter text"))
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise Refused(422, bad_value("text", expected="whole characters", received="half of a pair")) from None
+        raise RequestError(422, bad_value("text", expected="whole characters", received="half of a pair")) from None
     return text
 
 
-def _generate(count: Any, model: str, kind: str, limits: Limits) -> int:
+def _check_generate(count: Any, model: str, kind: str, limits: Limits) -> int:
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= limits.generate:
-        raise Refused(
-            422,
-            bad_value("generate", expected=f"a number of tokens from 0 to {limits.generate}", received=short(count)),
-        )
+        expected = f"a number of tokens from 0 to {limits.generate}"
+        raise RequestError(422, bad_value("generate", expected=expected, received=short(count)))
     if count and kind == "encoder":
-        raise Refused(
-            422,
-            bad_value(
-                "generate",
-                expected=f"0, for {model} is an encoder and does not write",
-                received=count,
-                remedy="a decoder, or 0",
-            ),
-        )
+        expected = f"0, for {model} is an encoder and cannot generate"
+        raise RequestError(422, bad_value("generate", expected=expected, received=count, remedy="a decoder, or 0"))
     return count
 
 
-def number(what: str, said: str | None, size: int) -> int:
-    """One of so many, as an address says it."""
-    if said is None or re.fullmatch("[0-9]{1,9}", said) is None or int(said) >= size:
-        raise Refused(422, bad_value(what, expected=f"a number from 0 to {size - 1}", received=short(said)))
-    return int(said)
+def parse_index(name: str, value: str | None, size: int) -> int:
+    """A number from 0 to size - 1, of a URL's query."""
+    if value is None or re.fullmatch("[0-9]{1,9}", value) is None or int(value) >= size:
+        raise RequestError(422, bad_value(name, expected=f"a number from 0 to {size - 1}", received=short(value)))
+    return int(value)
 
 
-def span(what: str, said: str | None, size: int, most: int) -> slice:
-    """Some of so many in a row, as an address says it: 3-7 is 3, 4, 5 and 6."""
-    found = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})", said or "")
-    first, last = (int(x) for x in found.groups()) if found else (0, 0)
+def parse_range(name: str, value: str | None, size: int, most: int) -> slice:
+    """A range within 0 to size, of a URL's query: 3-7 is 3, 4, 5 and 6."""
+    match = re.fullmatch("([0-9]{1,9})-([0-9]{1,9})", value or "")
+    first, last = (int(x) for x in match.groups()) if match else (0, 0)
     if not first < last <= size or last - first > most:
-        raise Refused(
-            422, bad_value(what, expected=f"first-last within 0-{size}, at most {most} of them", received=short(said))
-        )
+        expected = f"first-last within 0-{size}, at most {most} of them"
+        raise RequestError(422, bad_value(name, expected=expected, received=short(value)))
     return slice(first, last)

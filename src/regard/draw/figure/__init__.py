@@ -1,8 +1,8 @@
 """A record as a figure for a paper or a notebook, by matplotlib: readable in colour and printed in grey.
 
-Everything is laid out in inches from the top left corner, and every colour and size is said here: matplotlib's pyplot
-and the user's rcParams are neither asked (but for the font) nor changed. So figures can be drawn without a display and
-in threads, and the same record gives the same bytes.
+Figures are laid out in inches from the top left corner, with colours and sizes of their own: pyplot is not used, and
+the user's rcParams are neither read (except for the font) nor changed. So figures can be drawn without a display and in
+threads, and the same record gives the same bytes.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regard.draw.figure.canvas import Letters, write
-from regard.draw.figure.elements import Order, names_of
-from regard.draw.figure.plots import KINDS
+from regard.draw.figure.canvas import write
+from regard.draw.figure.fonts import Fonts
+from regard.draw.figure.legends import Request, short_names
+from regard.draw.figure.maps import draw_head, draw_heads
+from regard.draw.figure.summaries import draw_entropy, draw_offsets, draw_roles
 from regard.draw.scene import Panel, Scene
 from regard.errors import bad_type, bad_value, missing_extra
 from regard.heads import Record
@@ -26,6 +28,13 @@ if TYPE_CHECKING:
 __all__ = ["figure"]
 
 SUFFIXES = (".png", ".svg", ".pdf")
+KINDS: dict[str, Callable[[Request], Figure]] = {
+    "heads": draw_heads,
+    "head": draw_head,
+    "roles": draw_roles,
+    "offsets": draw_offsets,
+    "entropy": draw_entropy,
+}
 
 
 def figure(
@@ -51,24 +60,22 @@ def figure(
     | `"offsets"` | where heads look, relative to the query: a row for each head          | offsets (a default)       |
     | `"entropy"` | how widely each head looks, by layer, beside equal weights            | entropy (a default)       |
 
-    Maps are of the last text, exact up to 256 tokens; of longer ones a cell is what a query of its rows gives to all
-    keys of its columns, on average. All share one scale, from 0 to 1, stretched at its low end (by the square root).
-    Roles, offsets and entropy are means over everything that was seen.
+    Maps show the last text: exact up to 256 tokens, pooled if it is longer (a cell is what a query of its rows gives to
+    all keys of its columns, on average). All share one colour scale from 0 to 1, by the square root. Roles, offsets and
+    entropy are means over all texts.
 
     Args:
-        seen: what `watch` saw.
+        seen: the record that `watch` gave.
         tokens: as for `Scene`: the text's tokens; a list of them for each text of a batch; a pair (source, target).
         path: a file that ends in .png, .svg or .pdf.
         kind: one of the above. With `layer` and `head`, "heads" is "head".
-        layer: only this one, by number or name.
-        head: which head of it.
+        layer, head: only this layer, by number or name; only this head of it.
         item: which text of the batch.
-        width: of the figure, in inches; by default as wide as what it shows, and 7 at most where that is enough.
-        dpi: dots for each inch, of PNG and notebooks.
+        width: in inches; by default what the figure needs, and at most 7 where that is enough.
+        dpi: dots per inch, of PNG and notebooks.
 
-    Returns:
-        A `matplotlib.figure.Figure`, which shows itself in a notebook. The map of head 2 of layer 0 is the image with
-        the label "0.2": `figure.findobj(lambda artist: artist.get_label() == "0.2")`.
+    Returns a `matplotlib.figure.Figure`, which shows itself in a notebook. The map of head 2 of layer 0 is the image
+    with the label "0.2": `figure.findobj(lambda artist: artist.get_label() == "0.2")`.
 
     >>> import regard, torch
     >>> model = torch.nn.MultiheadAttention(8, 2, batch_first=True)
@@ -77,24 +84,25 @@ def figure(
     >>> drawn = figure(seen, ["a", "cat", "sat", "down"])
     >>> [(image.get_label(), image.get_array().shape) for image in drawn.axes[0].images]
     [('0.0', (4, 4)), ('0.1', (4, 4))]
-    >>> one = figure(seen, ["a", "cat", "sat", "down"], layer=0, head=1)
-    >>> [label.get_text() for label in one.axes[1].get_xticklabels()]
-    ['a', 'cat', 'sat', 'down']
     """
     _need_matplotlib()
     suffix = None if path is None else _suffix(path)
-    for what, number in (("width", width), ("dpi", dpi)):
-        if number is not None and not (isinstance(number, (int, float)) and 0 < number < math.inf):
-            raise bad_value(what, expected="a number above 0", received=repr(number))
-    drawing = _drawing(kind, layer, head)
+    _check_numbers(width=width, dpi=dpi)
+    draw = _drawing(kind, layer, head)
     scene = Scene(seen, tokens, item=item)
     panels = scene.panels if layer is None else [scene.panel(layer)]
     if head is not None:
         _check_head(head, panels[0])
-    drawn = drawing(Order(panels, layer is not None, head, width, dpi, Letters(), names_of(scene.panels)))
+    drawn = draw(Request(panels, layer is not None, head, width, dpi, Fonts(), short_names(scene.panels)))
     if path is not None:
         write(drawn, fspath(path), suffix, dpi)
     return drawn
+
+
+def _check_numbers(**numbers: float | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and not (isinstance(number, (int, float)) and 0 < number < math.inf):
+            raise bad_value(name, expected="a number above 0", received=repr(number))
 
 
 def _need_matplotlib() -> None:
@@ -113,8 +121,8 @@ def _suffix(path: str | PathLike[str]) -> str:
     return suffix
 
 
-def _drawing(kind: str, layer: Any, head: Any) -> Callable[[Order], Figure]:
-    """The function that draws a kind, after a look at whether layer and head fit it."""
+def _drawing(kind: str, layer: Any, head: Any) -> Callable[[Request], Figure]:
+    """The function that draws a kind; an error if layer and head do not fit it."""
     if kind not in KINDS:
         raise bad_value("kind", expected=f"one of {', '.join(KINDS)}", received=repr(kind))
     if kind == "heads" and head is not None:

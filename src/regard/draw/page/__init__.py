@@ -21,6 +21,7 @@ from regard.heads import Record
 
 __all__ = ["document", "notebook", "page", "policy", "scenes"]
 
+STYLES = ("base", "views", "narrow")  # in this order: a later rule wins
 # In this order: a file may use what stands in those before it.
 SCRIPTS = (
     "dom",
@@ -39,8 +40,8 @@ SCRIPTS = (
     "live",
     "main",
 )
-LIMIT = 15_000_000
-IN_NOTEBOOKS = 4_000_000  # bytes: notebooks are saved with what they show
+LIMIT = 15_000_000  # bytes
+NOTEBOOK_LIMIT = 4_000_000  # bytes: notebooks are saved with what they show
 HEIGHT = 780  # pixels, in notebooks
 
 
@@ -58,15 +59,15 @@ def page(
     token, a table, comparisons.
 
     Args:
-        seen: what `watch` saw, best with keep="qkv": q and k give maps, v gives the flow. Several records by name can
-            be compared: two texts, or one text with and without some heads.
+        seen: the record that `watch` gave, best with keep="qkv": q and k give maps, v gives the flow. Several records
+            by name can be compared: two texts, or one text with and without some heads.
         tokens: the text's tokens, as for `Scene`; for several records the same for all, or a mapping by name.
         path: the file to write; without one nothing is written.
-        title: what stands above it.
+        title: the heading of the page.
         item: which text of the batch.
-        limit: bytes that the page may have. It is as exact as fits: all weights in 16 bits, in 8, or a pooled map with
-            exact crops and the strongest links.
-        progress: a function that is told how far it is, from 0 to 1; it may raise, to stop.
+        limit: bytes of the page, at most. It is as exact as fits: all weights in 16 bits, in 8 bits, or pooled maps
+            with exact crops and the strongest links.
+        progress: a function that is called with numbers from 0 to 1; it may raise, to stop.
 
     Returns the path of the file that was written; without a `path`, the HTML.
 
@@ -79,10 +80,10 @@ def page(
 
     `page(seen, path="heads.html")` writes that file and gives `Path("heads.html")`.
     """
-    made = _html(seen, tokens, title, item, limit, progress)
+    content = _html(seen, tokens, title, item, limit, progress)
     if path is None:
-        return made
-    Path(path).write_text(made, encoding="utf-8")
+        return content
+    Path(path).write_text(content, encoding="utf-8")
     return Path(path)
 
 
@@ -104,12 +105,12 @@ def _html(
 
 
 def _title(scene: Scene) -> str:
-    """The beginning of the text, without marks; of what has no tokens, its sizes."""
+    """The beginning of the text without special tokens; without tokens, the size of the model."""
     labels = scene[-1].queries
     if labels.text == [str(i) for i in range(len(labels))]:
         return f"{len(scene)} layers, {len(labels)} tokens"
-    marks = {word for word, special in zip(labels.word, labels.special, strict=True) if special}
-    words = [word for number, word in enumerate(labels.words) if number not in marks]
+    specials = {word for word, special in zip(labels.word, labels.special, strict=True) if special}
+    words = [word for number, word in enumerate(labels.words) if number not in specials]
     return " ".join(words[:12]) + (" …" if len(words) > 12 else "")
 
 
@@ -117,24 +118,22 @@ def scenes(seen: Record | Mapping[str, Record], tokens: Any = None, item: int = 
     """Records by name, with their tokens."""
     if isinstance(seen, Record):
         return {"text": Scene(seen, tokens, item=item)}
-    if not isinstance(seen, Mapping) or not seen or not all(isinstance(one, Record) for one in seen.values()):
+    if not isinstance(seen, Mapping) or not seen or not all(isinstance(record, Record) for record in seen.values()):
         raise bad_type(
             "seen",
             expected="a record, or a mapping of names to records",
             received=type(seen).__name__,
             remedy="what `regard.watch` gives",
         )
-    named = isinstance(tokens, Mapping)
-    if named and set(tokens) != set(seen):
-        raise bad_value(
-            "tokens", expected=f"those of {', '.join(map(str, seen))}", received=", ".join(map(str, tokens))
-        )
-    return {str(name): Scene(one, tokens[name] if named else tokens, item=item) for name, one in seen.items()}
+    by_name = isinstance(tokens, Mapping)
+    if by_name and set(tokens) != set(seen):
+        expected, received = (", ".join(map(str, names)) for names in (seen, tokens))
+        raise bad_value("tokens", expected=f"those of {expected}", received=received)
+    return {str(name): Scene(record, tokens[name] if by_name else tokens, item=item) for name, record in seen.items()}
 
 
 def document(content: Packed, *, live: Mapping[str, Any] | None = None) -> str:
-    """The HTML of some content. `live` is what a served page needs to know; then it may ask its own server, and nobody
-    else."""
+    """The HTML of some content. `live`: settings of a served page, which may send requests to its own server alone."""
     meta = dict(content.meta) | ({"live": dict(live)} if live else {})
     blobs = [
         f'<script type="application/octet-stream" id="blob-{name}">{base64.b64encode(data).decode()}</script>'
@@ -142,7 +141,7 @@ def document(content: Packed, *, live: Mapping[str, Any] | None = None) -> str:
     ]
     return Template(_read("index.html")).substitute(
         policy=policy(live is not None),
-        title=_proper(html.escape(content.meta["title"] or "regard")),
+        title=_without_surrogates(html.escape(content.meta["title"] or "regard")),
         style=_style(),
         meta=as_json(meta),
         blobs="\n".join(blobs),
@@ -151,38 +150,38 @@ def document(content: Packed, *, live: Mapping[str, Any] | None = None) -> str:
 
 
 def policy(live: bool = False) -> str:
-    """What the page may do: run its own script, known by its hash, and nothing else; no request to anywhere, but to its
-    own server if it is live."""
-    parts = [
+    """The Content-Security-Policy: only its own script and style, by hash; no requests, except to its own server if it
+    is live."""
+    directives = [
         "default-src 'none'",
         f"script-src '{_hash(_script())}'",
         f"style-src '{_hash(_style())}'",
-        "img-src data: blob:",  # (a view becomes a PNG by way of an image)
+        "img-src data: blob:",  # (a view is saved as PNG by way of an image)
         *(["connect-src 'self'"] if live else []),
         "base-uri 'none'",
         "form-action 'none'",
     ]
-    return "; ".join(parts)
+    return "; ".join(directives)
 
 
 def as_json(value: Any) -> str:
-    """JSON that can stand inside a script element: no character of it ends one."""
+    """JSON that can stand inside a script element: no character of it can end the element."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return _proper(text)
+    return _without_surrogates(text)
 
 
-def _proper(text: str) -> str:
-    """Text that can be written: without halves of letters (lone surrogates)."""
+def _without_surrogates(text: str) -> str:
+    """Text that can be encoded: lone surrogates are replaced."""
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
 def notebook(record: Record) -> str:
-    """What a notebook shows of a record: the page in a frame of its own, so that neither can touch the other."""
-    inside = html.escape(_html(record, limit=IN_NOTEBOOKS), quote=True)
+    """What a notebook shows of a record: the page in a sandboxed frame."""
+    content = html.escape(_html(record, limit=NOTEBOOK_LIMIT), quote=True)
     return (
-        f'<iframe srcdoc="{inside}" width="100%" height="{HEIGHT}" style="border:0;max-width:100%" title="regard" '
+        f'<iframe srcdoc="{content}" width="100%" height="{HEIGHT}" style="border:0;max-width:100%" title="regard" '
         'sandbox="allow-scripts allow-downloads allow-modals"></iframe>'
     )
 
@@ -195,12 +194,18 @@ def _read(name: str) -> str:
     return (files(__package__ or "regard.draw.page") / name).read_text(encoding="utf-8")
 
 
+def _source(name: str) -> str:
+    """A script or style without indentation and comment lines. (No string or template literal spans lines; tested.)"""
+    lines = (line.strip() for line in _read(name).splitlines())
+    return "\n".join(line for line in lines if line and not line.startswith("//"))
+
+
 @cache
 def _style() -> str:
-    return _read("style.css")
+    return "\n".join(_source(f"{name}.css") for name in STYLES)
 
 
 @cache
 def _script() -> str:
-    """All files in one scope of their own."""
-    return '(() => {\n"use strict";\n' + "\n".join(_read(f"app/{name}.js") for name in SCRIPTS) + "\n})();\n"
+    """All scripts in one scope of their own."""
+    return "\n".join(['(() => {\n"use strict";', *(_source(f"app/{name}.js") for name in SCRIPTS), "})();\n"])

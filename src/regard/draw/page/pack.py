@@ -20,13 +20,14 @@ from torch import Tensor
 
 from regard.draw.labels import Labels
 from regard.draw.scene import Panel, Scene
+from regard.heads import Role
 from regard.heads.record.table import scalars
 
 __all__ = ["Packed", "Plan", "codes", "decoded", "packed", "plan", "step"]
 
 VERSION = 1
 CROP, CROPS = 64, 3  # tokens to each side of an exact crop; how many of them a pooled head has, at most
-LETTERS = 400  # of a token; more are not shown anywhere
+LETTERS = 400  # of a token, at most
 ROWS = 256  # queries whose contributions are computed at once
 
 
@@ -35,18 +36,18 @@ class Plan(NamedTuple):
 
     bits: int  # of a weight
     cells: int | None  # to each side of a pooled map; None: every weight
-    links: int  # for each query of a pooled map that has some
-    linked: int | None  # how many queries of each head have some, those with the strongest; None: all
+    links: int  # for each query of a pooled map that has links
+    linked: int | None  # how many queries of each head have links, those with the strongest; None: all
     crops: int  # for each head of a pooled map
-    added: int  # tokens, counted from the last, of which it is known what each head adds
-    vectors: int  # tokens, counted from the last, whose vectors (q, k, v ...) are there
+    added: int  # tokens, counted from the last, for which it is stored what each head adds
+    vectors: int  # tokens, counted from the last, whose vectors (q, k, v ...) are stored
     vector_bits: int
 
 
 def plan(scenes: list[Scene], limit: int) -> Plan:
     """What fits into `limit` bytes, even if nothing can be compressed (base64 makes 4 of 3)."""
     panels = [panel for scene in scenes for panel in scene if panel.drawable]
-    room = max(limit - _described(scenes), limit // 10) * 3 // 4
+    room = max(limit - _description_bytes(scenes), limit // 10) * 3 // 4
     weights = sum(panel.heads * math.prod(panel.shape) for panel in panels)
     per_token = sum(_vector_numbers(panel) for panel in panels)
     tokens = max((max(panel.shape) for panel in panels), default=1)
@@ -60,18 +61,18 @@ def plan(scenes: list[Scene], limit: int) -> Plan:
         return Plan(bits, None, 0, None, 0, added, vectors, vector_bits)
     cells = max(16, min(512, 2 ** int(math.log2(max(math.sqrt(room * 0.45 / maps), 1)))))
     wide = 4 if tokens > 65535 else 2
-    a_link = sum((wide + 1) * panel.heads * panel.shape[0] for panel in panels)
-    links, linked = min(int(room * 0.25 / max(a_link, 1)), 8), None
-    if not links:  # not one for each query: one for some
+    link_bytes = sum((wide + 1) * panel.heads * panel.shape[0] for panel in panels)
+    links, linked = min(int(room * 0.25 / max(link_bytes, 1)), 8), None
+    if not links:  # no room for one of each query: one for some queries
         links, linked = 1, int(room * 0.25 / (maps * (2 * wide + 1)))
-        a_link = sum((2 * wide + 1) * panel.heads * min(linked, panel.shape[0]) for panel in panels)
-    left = room * 0.78 - maps * cells**2 - links * a_link  # (vectors and what is added have the rest)
+        link_bytes = sum((2 * wide + 1) * panel.heads * min(linked, panel.shape[0]) for panel in panels)
+    left = room * 0.78 - maps * cells**2 - links * link_bytes  # (vectors and contributions have the rest)
     crops = max(0, min(CROPS, int(left / (maps * CROP**2))))
     return Plan(8, cells, links, linked, crops, added, vectors, vector_bits)
 
 
-def _described(scenes: list[Scene]) -> int:
-    """About how many bytes the description takes: each token, and what is known of each head."""
+def _description_bytes(scenes: list[Scene]) -> int:
+    """About how many bytes the description takes: the tokens, and the measures and roles of the heads."""
     texts = {id(labels): labels for scene in scenes for panel in scene for labels in (panel.queries, panel.keys)}
     tokens = sum(
         len(text.encode("utf-8", "replace")) + 12 for labels in texts.values() for text in _text(labels)["tokens"]
@@ -90,7 +91,7 @@ class Packed:
 def packed(
     scenes: Mapping[str, Scene], *, title: str, limit: int, progress: Callable[[float], None] | None = None
 ) -> Packed:
-    """Everything that a page shows of some runs. `progress` is told how far it is, from 0 to 1, and may raise."""
+    """The content of a page for some scenes by name. `progress` is called with numbers from 0 to 1, and may raise."""
     how = plan(list(scenes.values()), limit)
     result = Packed({"version": VERSION, "title": title, "runs": []})
     for number, (name, scene) in enumerate(scenes.items()):
@@ -98,15 +99,15 @@ def packed(
         layers = []
         for panel in scene:
             blob = _Blob()
-            said = _layer(panel, how, blob)
+            meta = _layer(panel, how, blob)
             for which, labels in (("queries", panel.queries), ("keys", panel.keys)):
                 if not any(labels is text for text in texts):
                     texts.append(labels)
-                said[which] = next(i for i, text in enumerate(texts) if text is labels)
+                meta[which] = next(i for i, text in enumerate(texts) if text is labels)
             if blob.data:
-                said["blob"] = f"{number}.{panel.number}"
-                result.blobs[said["blob"]] = zlib.compress(bytes(blob.data), 6)
-            layers.append(said)
+                meta["blob"] = f"{number}.{panel.number}"
+                result.blobs[meta["blob"]] = zlib.compress(bytes(blob.data), 6)
+            layers.append(meta)
             if progress is not None:
                 progress((number + len(layers) / len(scene)) / len(scenes))
         result.meta["runs"].append({"name": name, "texts": [_text(labels) for labels in texts], "layers": layers})
@@ -115,88 +116,87 @@ def packed(
 
 def _text(labels: Labels) -> dict[str, Any]:
     tokens = [text if len(text) <= LETTERS else text[: LETTERS - 1] + "…" for text in labels.text]
-    return {"tokens": tokens, "special": [i for i, yes in enumerate(labels.special) if yes], "word": labels.word}
+    return {
+        "tokens": tokens,
+        "special": [i for i, special in enumerate(labels.special) if special],
+        "word": labels.word,
+    }
 
 
 def _layer(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
     n, m = panel.shape
-    said: dict[str, Any] = {
+    meta: dict[str, Any] = {
         "name": panel.name,
         "kind": panel.layer.kind,
         "heads": panel.heads,
         "n": n,
         "m": m,
         "measures": {name: _rounded(value) for name, value in panel.measures.items()},
-        "roles": [_role(one) for one in panel.roles],
+        "roles": [_role(role) for role in panel.roles],
     }
     if panel.layer.uniform is not None:
-        said["baseline"] = {name: _rounded(value)[0] for name, value in scalars(panel.layer.uniform).items()}
+        meta["baseline"] = {name: _rounded(value)[0] for name, value in scalars(panel.layer.uniform).items()}
     if panel.layer.has("offsets"):
-        one = next(one for one in panel.layer.measures if "offsets" in one.gives)
-        said["offsets"] = {"before": one.before, "mass": [_rounded(x) for x in panel.layer.per_head("offsets").float()]}  # type: ignore[attr-defined]
+        mass, before = panel.offsets()
+        meta["offsets"] = {"before": before, "mass": [_rounded(x) for x in mass]}
     if not panel.drawable:
-        return said
+        return meta
     full = how.cells is None and panel.layer.exact
     cells = panel.pooled(*((max(n, 1), max(m, 1)) if full else (how.cells or 256,) * 2))
-    said["map"] = blob.weights(cells, how.bits)
+    meta["map"] = blob.weights(cells, how.bits)
     exact = full or cells.shape[1:] == (n, m)
     if not exact and panel.layer.exact:
-        said["crops"] = [
+        meta["crops"] = [
             _crop(panel, head, r, c, blob)
             for head in range(panel.heads)
-            for r, c in _where(cells[head], n, m, how.crops)
+            for r, c in _heaviest_crops(cells[head], n, m, how.crops)
         ]
         if how.linked != 0:
-            said["links"] = _links(panel, how, blob)
+            meta["links"] = _links(panel, how, blob)
     flow = _flow(panel, how, blob)
-    return said | ({"flow": flow} if flow else {})
+    return meta | ({"flow": flow} if flow else {})
 
 
 def _links(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
-    """The keys and weights (H, N, links) of the strongest links of each query; or (H, linked, 1) of some, with their
-    numbers in rising order."""
+    """The keys and weights (H, N, links) of the strongest links of each query; or (H, linked, 1) of some queries, with
+    their positions in rising order."""
     n, m = panel.shape
     keys, strongest = panel.links(how.links)
-    said = {}
+    meta = {}
     if how.linked is not None and how.linked < n:
         queries = strongest[..., 0].nan_to_num(0.0).topk(how.linked, dim=1).indices.sort(1).values  # (H, linked)
         keys, strongest = (x.gather(1, queries[..., None].expand(-1, -1, x.shape[2])) for x in (keys, strongest))
-        said["queries"] = blob.whole(queries, 16 if n <= 65536 else 32)
-    return said | {
-        "keys": blob.whole(keys, 16 if m <= 65536 else 32),
+        meta["queries"] = blob.integers(queries, 16 if n <= 65536 else 32)
+    return meta | {
+        "keys": blob.integers(keys, 16 if m <= 65536 else 32),
         "weights": blob.weights(strongest.float().cpu(), 8),
     }
 
 
-def _role(one: Any) -> dict[str, Any] | None:
-    if one.role is None:
+def _role(role: Role) -> dict[str, Any] | None:
+    if role.role is None:
         return None
     return {
-        "role": one.role,
-        "score": _round(one.score),
-        "baseline": _round(one.baseline),
-        "least": _round(one.least),
-        "also": one.also,
+        "role": role.role,
+        "score": _round(role.score),
+        "baseline": _round(role.baseline),
+        "least": _round(role.least),
+        "also": role.also,
     }
 
 
-def _where(cells: Tensor, n: int, m: int, crops: int = CROPS) -> Iterator[tuple[int, int]]:
-    """The first query and key of the crops with the most mass in a pooled map (rows, cols), which do not overlap."""
+def _heaviest_crops(cells: Tensor, n: int, m: int, crops: int = CROPS) -> Iterator[tuple[int, int]]:
+    """The first query and key of crops that do not overlap, those with the most attention in a pooled map."""
     rows, cols = cells.shape
-    tall, wide = (_within(size * CROP // count, size) for size, count in ((rows, n), (cols, m)))
-    sums = torch.nn.functional.pad(cells.double().cumsum(0).cumsum(1), (1, 0, 1, 0))  # of all above and to the left
+    tall, wide = (min(max(size * CROP // count, 1), size) for size, count in ((rows, n), (cols, m)))
+    sums = torch.nn.functional.pad(cells.double().cumsum(0).cumsum(1), (1, 0, 1, 0))  # (integral image)
     mass = sums[tall:, wide:] - sums[:-tall, wide:] - sums[tall:, :-wide] + sums[:-tall, :-wide]
     for _ in range(crops):
-        at = int(mass.argmax())
-        r, c = divmod(at, mass.shape[1])
-        if mass[r, c] < 1e-6:  # (sums leave a rest)
+        r, c = divmod(int(mass.argmax()), mass.shape[1])
+        if mass[r, c] < 1e-6:  # (0, to rounding)
             return
         yield min(r * n // rows, max(n - CROP, 0)), min(c * m // cols, max(m - CROP, 0))
         mass[max(r - tall + 1, 0) : r + tall, max(c - wide + 1, 0) : c + wide] = 0
-
-
-def _within(size: int, most: int) -> int:
-    return min(max(size, 1), most)
 
 
 def _crop(panel: Panel, head: int, r: int, c: int, blob: _Blob) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _crop(panel: Panel, head: int, r: int, c: int, blob: _Blob) -> dict[str, Any
 
 
 def _vector_numbers(panel: Panel) -> int:
-    """How many numbers the vectors of one token take: q, k, v, heads' outputs, input and result."""
+    """How many numbers one token has: q, k, v, heads' outputs, input and result."""
     layer = panel.layer
     if not layer.keeps_values:
         return 0
@@ -215,61 +215,61 @@ def _vector_numbers(panel: Panel) -> int:
 
 
 def _flow(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
-    """What is known of the layer's computation: vectors of tokens, and what each head adds to the result."""
+    """Vectors of the layer's computation: q, k, v, outputs, and what each head adds to the result."""
     layer, (n, m) = panel.layer, panel.shape
     if not layer.keeps_values:
         return {}
-    own, others = (slice(inside.start, inside.stop) for inside in (panel.rows, panel.cols))
-    q, output = (x[panel.item, :, own].float() for x in (layer.q, layer.output))
-    k, v = (x[panel.item, :, others].float() for x in (layer.k, layer.v))
-    said: dict[str, Any] = {"head_dim": q.shape[2], "value_dim": v.shape[2], "kv_heads": k.shape[0]}
+    rows, cols = (slice(tokens.start, tokens.stop) for tokens in (panel.rows, panel.cols))
+    q, output = (x[panel.item, :, rows].float() for x in (layer.q, layer.output))
+    k, v = (x[panel.item, :, cols].float() for x in (layer.k, layer.v))
+    meta: dict[str, Any] = {"head_dim": q.shape[2], "value_dim": v.shape[2], "kv_heads": k.shape[0]}
     result = None
     if layer.projection is not None:
-        norms, cosines = q.new_zeros(q.shape[:2]), q.new_zeros(q.shape[:2])
-        weight, bias = layer.projection
-        said["width"] = weight.shape[0]
-        results = []
-        for first in range(0, n, ROWS):
-            rows = slice(first, first + ROWS)
-            inside = panel.rows[rows]
-            added = layer.projected(slice(inside.start, inside.stop))[panel.item].float()  # (H, n, W)
-            whole = added.sum(0)
-            norms[:, rows] = added.norm(dim=-1)
-            cosines[:, rows] = torch.nn.functional.cosine_similarity(added, whole, dim=-1)
-            results.append(whole if bias is None else whole + bias.float())
-        result = torch.cat(results)
-        known_from = max(0, n - how.added)
+        norms, cosines, result = _contributions(panel)
+        meta["width"] = result.shape[1]
         if how.added:
-            said |= {
-                "added": known_from,
-                "norms": blob.weights(norms[:, known_from:], how.vector_bits),
-                "cosines": blob.signed(cosines[:, known_from:], how.vector_bits),
+            added = max(0, n - how.added)
+            meta |= {
+                "added": added,
+                "norms": blob.weights(norms[:, added:], how.vector_bits),
+                "cosines": blob.signed(cosines[:, added:], how.vector_bits),
             }
     if not how.vectors:
-        return said
+        return meta
     first = max(0, n - how.vectors)
-    said["first"] = first
-    known: dict[str, Tensor] = {"q": q[:, first:], "output": output[:, first:]}
+    meta["first"] = first
+    vectors: dict[str, Tensor] = {"q": q[:, first:], "output": output[:, first:]}
     if how.vectors >= max(n, m):
-        known |= {"k": k, "v": v}
-    for name, x in known.items():
-        said[name] = blob.signed(x, how.vector_bits)
+        vectors |= {"k": k, "v": v}
     if layer.has_input:
-        said["input"] = blob.signed(layer.input[panel.item, own][first:].float(), how.vector_bits)
+        vectors["input"] = layer.input[panel.item, rows][first:].float()
     if result is not None:
-        said["result"] = blob.signed(result[first:], how.vector_bits)
-    return said
+        vectors["result"] = result[first:]
+    return meta | {name: blob.signed(x, how.vector_bits) for name, x in vectors.items()}
+
+
+def _contributions(panel: Panel) -> tuple[Tensor, Tensor, Tensor]:
+    """What each head adds to the layer's output: its norm and its cosine with the sum of all heads, (H, N) each; and
+    the output, (N, W)."""
+    assert panel.layer.projection is not None
+    bias = panel.layer.projection[1]
+    norms, cosines, outputs = [], [], []
+    for first in range(0, len(panel.rows), ROWS):
+        rows = panel.rows[first : first + ROWS]
+        added = panel.layer.projected(slice(rows.start, rows.stop))[panel.item].float()  # (H, n, W)
+        total = added.sum(0)
+        norms.append(added.norm(dim=-1))
+        cosines.append(torch.nn.functional.cosine_similarity(added, total, dim=-1))
+        outputs.append(total if bias is None else total + bias.float())
+    return torch.cat(norms, 1), torch.cat(cosines, 1), torch.cat(outputs)
 
 
 def codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Non-negative values (H, ...) as whole numbers of so many bits, and the scale (H,) of each head:
+    """Non-negative values (H, ...) as integers of `bits` bits, and the scale (H,) of each head:
     value = scale * (code / levels)^2, so that small weights keep their digits."""
     levels = 2**bits - 1
-    scale = (
-        values.flatten(1).amax(1).clamp(min=torch.finfo(torch.float32).tiny)
-        if values.numel()
-        else values.new_ones(len(values))
-    )
+    tiny = torch.finfo(torch.float32).tiny
+    scale = values.flatten(1).amax(1).clamp(min=tiny) if values.numel() else values.new_ones(len(values))
     share = values / scale.view(-1, *[1] * (values.dim() - 1))
     return (share.clamp(0, 1).sqrt() * levels).round().to(torch.int32), scale
 
@@ -280,18 +280,18 @@ def decoded(code: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 
 def step(code: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """How far the next code is away: a value is known to within this much."""
+    """The distance to the next code: the precision of a value."""
     return scale.view(-1, *[1] * (code.dim() - 1)) * (2 * code + 1) / (2**bits - 1) ** 2
 
 
 class _Blob:
-    """Binary under construction. Each piece says where it begins, its shape and how to read it."""
+    """Binary data under construction. Each method appends values, and returns where they begin and how to read them."""
 
     def __init__(self) -> None:
         self.data = bytearray()
 
-    def whole(self, values: Tensor, bits: int) -> dict[str, Any]:
-        """Whole numbers from 0, low bytes of all first, then the next: like goes with like, and compresses."""
+    def integers(self, values: Tensor, bits: int) -> dict[str, Any]:
+        """Integers from 0: the low bytes of all first, then the next bytes, which compresses better."""
         at = len(self.data)
         flat = values.to(torch.int64).flatten().cpu()
         for shift in range(0, bits, 8):
@@ -299,30 +299,30 @@ class _Blob:
         return {"at": at, "shape": list(values.shape), "bits": bits}
 
     def weights(self, values: Tensor, bits: int) -> dict[str, Any]:
-        """Values from 0 on, with a scale for each head."""
+        """Non-negative values, with a scale for each head."""
         code, scale = codes(values.cpu(), bits)
-        return {**self.whole(code, bits), "scale": [_round(x, 8) for x in scale.tolist()]}
+        return {**self.integers(code, bits), "scale": [_round(x, 8) for x in scale.tolist()]}
 
     def signed(self, values: Tensor, bits: int) -> dict[str, Any]:
         """Values of both signs (..., width), each row with a scale: value = scale * code / half, code - half >= 0."""
         half = 2 ** (bits - 1) - 1
         values = values.cpu()
         scale = values.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
-        said = self.whole((values / scale[..., None] * half).round() + half, bits)
+        meta = self.integers((values / scale[..., None] * half).round() + half, bits)
         at = len(self.data)
         self.data += _bytes(scale.float())
-        return {**said, "scales": at}
+        return {**meta, "scales": at}
 
 
 def _bytes(x: Tensor) -> bytes:
-    """What is in its memory. (By way of numpy it would be a method; torch comes without.)"""
+    """The memory of a tensor. (torch comes without numpy, which has a method for it.)"""
     x = x.contiguous()
     return ctypes.string_at(x.data_ptr(), x.numel() * x.element_size()) if x.numel() else b""
 
 
-def _round(x: float, digits: int = 6) -> float | None:
-    """With so many digits; what is no number is not known."""
-    return float(f"{x:.{digits}g}") if math.isfinite(x) else None
+def _round(x: float | None, digits: int = 6) -> float | None:
+    """Rounded to significant digits; None for infinity and NaN."""
+    return float(f"{x:.{digits}g}") if x is not None and math.isfinite(x) else None
 
 
 def _rounded(values: Tensor) -> list[float | None]:

@@ -16,20 +16,20 @@ from torch import Tensor
 
 from regard.draw.labels import Labels
 from regard.draw.scene import Panel
-from regard.draw.terminal.screen import Screen
+from regard.draw.terminal.screen import UNSEEN, Screen
 
-__all__ = ["GAP", "LABEL", "Block", "Drawing", "beside", "drawn", "gallery", "lines_of", "numbered"]
+__all__ = ["GAP", "LABEL", "Block", "HeadMap", "beside", "gallery", "head_maps", "map_lines", "numbered"]
 
-GAP = 2  # columns between what stands side by side
-USEFUL = 20  # columns that a map of several should have at least
-LABEL, HEADER = 12, 10  # a token takes at most so many columns, and so many lines above a map
+GAP = 2  # columns between blocks side by side
+USEFUL = 20  # columns that each of several maps should have at least
+LABEL, HEADER = 12, 10  # of a token: columns beside a map at most, lines above it at most
 TITLE = 16  # columns: "layer 29 head 11"
-TALL, LARGE = 48, 120  # lines: of one map of several, of a map alone
+TALL, LARGE = 48, 120  # lines of one map of several, of a map alone
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One side of a map: the tokens of its cells, from the first to the one after the last."""
+    """One side of a map: the range of tokens of each cell, first and end."""
 
     labels: Labels
     spans: list[tuple[int, int]]
@@ -42,7 +42,7 @@ class Axis:
         return len(self.spans) < len(self.labels)
 
     def name(self, first: int, last: int | None = None) -> str:
-        """A cell's token, or the numbers of its tokens; or of those up to another cell."""
+        """The token of a cell, or the range of its tokens; with `last`, the range up to another cell."""
         a, b = self.spans[first][0], self.spans[first if last is None else last][1]
         if not self.pooled and last is None:
             return self.labels.text[a]
@@ -50,7 +50,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class HeadMap:
     """One head's map, ready to be drawn."""
 
     title: str
@@ -66,12 +66,12 @@ class Drawing:
 
     @property
     def numbers(self) -> bool:
-        """Whether there is room for them in the cells."""
+        """Whether cells have room for numbers."""
         return self.size.wide > 2
 
 
 class Size(NamedTuple):
-    """Of a map: its cells, the columns of each, and those of the tokens beside it."""
+    """The size of a map: its cells, the columns of each, the columns of labels beside it, two rows in a line or one."""
 
     rows: int
     cols: int
@@ -80,23 +80,23 @@ class Size(NamedTuple):
     halves: bool
 
 
-def drawn(panel: Panel, heads: Iterable[int], screen: Screen, many: int) -> list[Drawing]:
-    """The maps of some heads, of a size at which `many` may stand side by side."""
+def head_maps(panel: Panel, heads: Iterable[int], screen: Screen, many: int) -> list[HeadMap]:
+    """The maps of some heads, of a size for `many` maps on one screen."""
     size = _size(panel, screen, many)
     maps = panel.pooled(size.rows, size.cols)
     rows, cols = (_axis(panel, dim, maps.shape[1 + dim]) for dim in (0, 1))
-    return [Drawing(*_title(panel, head), maps[head], rows, cols, size) for head in heads]
+    return [HeadMap(*_title(panel, head), maps[head], rows, cols, size) for head in heads]
 
 
 def _size(panel: Panel, screen: Screen, many: int) -> Size:
-    """A cell for each token, where there is room for it; else pooled, to a map about as high as it is wide."""
+    """A cell for each token if there is room; else pooled, to a map about as high as wide."""
     n, m = panel.shape
     longest = max((screen.columns(text[: 2 * LABEL]) for text in panel.queries.text), default=1)
-    longest += len(str(n)) + 1 if _wide_letters(panel.keys, screen) else 0  # they may be numbered
+    longest += len(str(n)) + 1 if _wide_letters(panel.keys, screen) else 0  # (they may be numbered)
     label = min(LABEL, screen.width // 3, max(longest, len(f"{n}-{n}") if n > TALL else 0))
     room = screen.width - label - GAP
     half = (room - GAP) // 2
-    spaces = (room,) if many == 1 or half < USEFUL else (half, room)  # two side by side, if they fit
+    spaces = (room,) if many == 1 or half < USEFUL else (half, room)  # two maps side by side, if they fit
     widths = (4, 2, 1) if many == 1 and screen.colours else (2, 1)
     most = LARGE if many == 1 else TALL
     cols = min(m, spaces[0] if many == 1 else min(TALL, spaces[0]))
@@ -114,49 +114,49 @@ def _axis(panel: Panel, dim: int, cells: int) -> Axis:
     labels = (panel.queries, panel.keys)[dim]
     count = len(labels)
     stored = count if panel.layer.exact else min(count, panel.layer.last()["heatmap"].shape[2 + dim])
-    cell = torch.arange(count) * stored // max(count, 1) * cells // max(stored, 1)  # pooled once more, if it was
+    cell = torch.arange(count) * stored // max(count, 1) * cells // max(stored, 1)  # (heatmaps are pooled again)
     ends = torch.bincount(cell, minlength=cells).cumsum(0).tolist()
     return Axis(labels, list(zip([0, *ends], ends, strict=False)))
 
 
 def _title(panel: Panel, head: int) -> tuple[str, str]:
-    """Which head it is, and its role."""
+    """The name of a head and its role."""
     role = panel.roles[head] if panel.roles else None
-    said = f"{role.role} {role.score:.2f}" if role is not None and role.role is not None else ""
-    return f"layer {panel.number} head {head}", "cross" if panel.layer.kind == "cross" else said
+    words = f"{role.role} {role.score:.2f}" if role is not None and role.role is not None else ""
+    return f"layer {panel.number} head {head}", "cross" if panel.layer.kind == "cross" else words
 
 
-def gallery(drawings: list[Drawing], screen: Screen) -> list[list[str]]:
-    """Maps side by side, as many as fit, where they are of the same queries: a section for each row of maps."""
+def gallery(maps: list[HeadMap], screen: Screen) -> list[list[str]]:
+    """Maps of the same queries side by side, as many as fit: a section for each row of maps."""
     sections = []
-    for _, same in groupby(drawings, lambda one: (id(one.rows.labels), len(one.rows), one.size)):
+    for _, same in groupby(maps, lambda drawing: (id(drawing.rows.labels), len(drawing.rows), drawing.size)):
         group = list(same)
         room = screen.width - group[0].size.label
-        width = max(max(one.width for one in group), min(TITLE, room - GAP))
+        width = max(max(drawing.width for drawing in group), min(TITLE, room - GAP))
         fit = max(1, room // (width + GAP))
-        across = ceil(len(group) / ceil(len(group) / fit))  # as even as they go: 2 + 2 rather than 3 + 1
+        across = ceil(len(group) / ceil(len(group) / fit))  # rows as even as possible: 2 + 2 rather than 3 + 1
         for first in range(0, len(group), across):
             sections.append(_row_of_maps(group[first : first + across], width, screen))
     return sections
 
 
-def _row_of_maps(group: list[Drawing], width: int, screen: Screen) -> list[str]:
-    """Above each map its title, its role and its tokens, where there are some; beside the first the tokens."""
-    titles = [[one.title] if any(o.title for o in group) else [] for one in group]
-    roles = [[one.role] if any(o.role for o in group) else [] for one in group]
-    headers = [_header(one, screen) for one in group]
+def _row_of_maps(group: list[HeadMap], width: int, screen: Screen) -> list[str]:
+    """Maps side by side: above each its title, role and tokens, if it has them; tokens to the left of the first."""
+    has_titles, has_roles = any(drawing.title for drawing in group), any(drawing.role for drawing in group)
+    headers = [_header(drawing, screen) for drawing in group]
     high = max(map(len, headers))
     label, side = group[0].size.label, _side(group[0], screen)
-    blocks = [Block([" " * label] * (len(titles[0] + roles[0]) + high) + side, label)]
-    for one, title, role, header in zip(group, titles, roles, headers, strict=True):
-        lines = [screen.bold(screen.fit(text, width)) for text in title]
-        lines += [screen.dim(screen.fit(text, width)) for text in role] + [" " * width] * (high - len(header))
-        more = " " * (width - one.width)
-        blocks.append(Block(lines + [line + more for line in header + _cells(one, screen)], width))
+    blocks = [Block([" " * label] * (has_titles + has_roles + high) + side, label)]
+    for drawing, header in zip(group, headers, strict=True):
+        lines = [screen.bold(screen.fit(drawing.title, width))] if has_titles else []
+        lines += [screen.dim(screen.fit(drawing.role, width))] if has_roles else []
+        lines += [" " * width] * (high - len(header))
+        blank = " " * (width - drawing.width)
+        blocks.append(Block(lines + [line + blank for line in header + _cells(drawing, screen)], width))
     return beside(blocks)
 
 
-def _side(drawing: Drawing, screen: Screen) -> list[str]:
+def _side(drawing: HeadMap, screen: Screen) -> list[str]:
     """The tokens beside a map."""
     rows, label = drawing.rows, drawing.size.label
     if drawing.size.halves:
@@ -170,8 +170,8 @@ def _side(drawing: Drawing, screen: Screen) -> list[str]:
     return [screen.dim(name) if dim else name for name, dim in zip(names, faint, strict=True)]
 
 
-def _header(drawing: Drawing, screen: Screen) -> list[str]:
-    """The tokens above a map, from top to bottom; of a pooled one the numbers of some."""
+def _header(drawing: HeadMap, screen: Screen) -> list[str]:
+    """The tokens above a map, written from top to bottom; the positions of some if it is pooled."""
     cols, wide = drawing.cols, drawing.size.wide
     if cols.pooled:
         return [screen.dim(_ruler(drawing))]
@@ -179,13 +179,13 @@ def _header(drawing: Drawing, screen: Screen) -> list[str]:
     high = min(HEADER, max((len(screen.letters(text)) for text in texts), default=0))
     before = (wide - 1) // 2
     letters = [screen.down(text, high, wide - before) for text in texts]
-    if wide == 1:  # every other one is faint, to be told from those beside it
+    if wide == 1:  # every other token is dim, to tell it from its neighbours
         letters[1::2] = [[screen.dim(letter) for letter in column] for column in letters[1::2]]
     return ["".join(" " * before + letter for letter in line) for line in zip(*letters, strict=True)]
 
 
-def numbered(drawing: Drawing, screen: Screen) -> bool:
-    """Whether columns are too narrow for the letters of their tokens, and have numbers instead."""
+def numbered(drawing: HeadMap, screen: Screen) -> bool:
+    """Whether columns are too narrow for the letters of their tokens, and are numbered instead."""
     return not drawing.cols.pooled and drawing.size.wide == 1 and _wide_letters(drawing.cols.labels, screen)
 
 
@@ -193,30 +193,30 @@ def _wide_letters(labels: Labels, screen: Screen) -> bool:
     return any(screen.columns(letter) > 1 for text in labels.text for letter in screen.letters(text[: 2 * HEADER]))
 
 
-def _ruler(drawing: Drawing) -> str:
-    """The numbers of the first tokens of some columns, evenly spaced."""
+def _ruler(drawing: HeadMap) -> str:
+    """The position of the first token of some columns, evenly spaced."""
     wide, line = drawing.size.wide, ""
     every = ceil((len(str(len(drawing.cols.labels))) + 3) / wide)
     for i in range(0, len(drawing.cols), every):
-        said = str(drawing.cols.spans[i][0])
-        line = line.ljust(i * wide) + (said if i * wide + len(said) <= drawing.width else "")
+        number = str(drawing.cols.spans[i][0])
+        line = line.ljust(i * wide) + (number if i * wide + len(number) <= drawing.width else "")
     return line.ljust(drawing.width)
 
 
-def _cells(drawing: Drawing, screen: Screen) -> list[str]:
+def _cells(drawing: HeadMap, screen: Screen) -> list[str]:
     levels = screen.levels(drawing.weights)
     if not drawing.numbers:
-        return lines_of(levels, drawing.size.wide, screen, drawing.size.halves)
+        return map_lines(levels, drawing.size.wide, screen, drawing.size.halves)
     texts = [[f"{100 * x:^4.0f}" if x >= 0.005 else "    " for x in row] for row in drawing.weights.tolist()]
     return [screen.cells(row, drawing.size.wide, text) for row, text in zip(levels, texts, strict=True)]
 
 
-def lines_of(levels: list[list[int]], wide: int, screen: Screen, halves: bool) -> list[str]:
+def map_lines(levels: list[list[int]], wide: int, screen: Screen, halves: bool) -> list[str]:
     """The lines of a map; as half blocks, two rows each."""
     if not halves:
         return [screen.cells(row, wide) for row in levels]
-    nothing = [-1] * len(levels[0]) if levels else []
-    return [screen.two_rows(above, below) for above, below in zip(levels[::2], [*levels[1::2], nothing], strict=False)]
+    empty = [UNSEEN] * len(levels[0]) if levels else []
+    return [screen.two_rows(above, below) for above, below in zip(levels[::2], [*levels[1::2], empty], strict=False)]
 
 
 class Block(NamedTuple):

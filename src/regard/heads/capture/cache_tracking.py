@@ -19,8 +19,7 @@ from regard.errors import bad_value
 from regard.heads.capture.flex import FlexBias, FlexMask
 from regard.heads.capture.observed import ObservedCall
 from regard.kernels import Call
-from regard.masks import Keep, conjuncts
-from regard.positions import Bias, DenseBias
+from regard.masks import Keep
 
 __all__ = ["Place", "SequenceTracker", "trimmed"]
 
@@ -198,7 +197,7 @@ def trimmed(attention: ObservedCall) -> ObservedCall:
         return replace(attention, weights=attention.weights[..., :last], values=values)
     if call.mask is None or call.key_positions is not None or call.q_start != m - n:
         return attention
-    if not any(isinstance(part, (Keep, FlexMask)) for part in conjuncts(call.mask)):
+    if not any(isinstance(part, (Keep, FlexMask)) for part in call.parts):
         return attention  # a cache of fixed size comes with a tensor that says how far it is filled
     visible = call.mask.block(call.whole())  # (1|B, 1|H, 1|N, 1|M)
     last = _last(visible.expand(*visible.shape[:3], m))
@@ -214,11 +213,9 @@ def _last(used: Tensor) -> int:
 def _first_keys(call: Call, visible: Tensor, count: int) -> Call:
     """The same call with its first keys alone; the last query stands at the last of them."""
     start = count - call.shape[2]
-    biases: list[Bias] = []
-    for one in call.biases:
-        if isinstance(one, DenseBias) and one.weight.shape[3] > 1:
-            one = DenseBias(one.weight[..., :count])
-        biases.append(one.starting(start) if isinstance(one, FlexBias) else one)
+    tile = call.tile(slice(None), slice(0, call.shape[2]), slice(0, count))
+    parts = (bias.part(tile) for bias in call.biases)
+    biases = tuple(bias.starting(start) if isinstance(bias, FlexBias) else bias for bias in parts)
     mask = Keep(visible[..., :count])
     k, v = call.k[:, :, :count], call.v[:, :, :count]
-    return replace(call, k=k, v=v, mask=mask, biases=tuple(biases), q_start=start)
+    return replace(call, k=k, v=v, mask=mask, biases=biases, q_start=start)

@@ -85,10 +85,10 @@ class FlexBias(Bias):
         other.start = start
         return other
 
-    def block(self, q_positions: Tensor, k_positions: Tensor) -> Tensor:
+    def block(self, tile: Tile) -> Tensor:
         heads = self.q.shape[1]
         items, own = self.weight[:, 0] // heads, self.weight[0] % heads
-        rows, cols = q_positions[0] - self.start, k_positions[0]
+        rows, cols = tile.q_positions[0] - self.start, tile.k_positions[0]
         q = self.q[items[:, None, None], own[:, None], rows]  # (b, h, n, D)
         k = self.k[items[:, None, None], own[:, None] // (heads // self.k.shape[1]), cols]  # (b, h, m, D)
         dtype = torch.promote_types(q.dtype, torch.float32)

@@ -19,12 +19,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from regard.attention import measure_call, plane_of
-from regard.heads.capture.observed import ObservedCall, Projection
-from regard.kernels import Call, reference
-from regard.masks import Causal, Documents, Keep, Padding, Prefix, Window, conjuncts
+from regard.heads.capture.observed import ObservedCall
+from regard.heads.capture.output_projection import Projection
+from regard.kernels import Call
+from regard.kernels.precision import fixed_precision
+from regard.kernels.run import weights as exact_weights
+from regard.masks import Causal, Documents, Keep, Padding, Prefix, Window
 from regard.measures import Measure, Measurements, MeasureRun, Plane, Strip, TopLinks
 from regard.measures.base import NO_TOKEN
-from regard.positions import DenseBias
 
 __all__ = [
     "Chunk",
@@ -156,7 +158,7 @@ def _padding_masks(attention: ObservedCall) -> Iterator[Tensor]:
         assert attention.weights is not None
         yield attention.weights != 0
         return
-    for part in conjuncts(call.mask):
+    for part in call.parts:
         if isinstance(part, (Causal, Window, Prefix, Documents)):
             continue  # what they hide depends on where tokens stand
         if not isinstance(part, (Padding, Keep)) and math.prod((call.shape[0], *call.shape[2:])) > DENSE:
@@ -172,7 +174,7 @@ def _hidden_keys(attention: ObservedCall) -> Tensor | None:
     if attention.kind == "cross":
         found = [~visible.any(2).any(1) for visible in _padding_masks(attention)]
     else:  # (what another mask hides from the last tokens may be too far away)
-        parts = [] if call is None else [part for part in conjuncts(call.mask) if isinstance(part, Padding)]
+        parts = [] if call is None else [part for part in call.parts if isinstance(part, Padding)]
         found = [] if call is None else [~part.block(call.whole())[:, 0, 0] for part in parts]
     for own in found:
         hidden = own if hidden is None else hidden | own
@@ -208,8 +210,8 @@ def measured(attention: ObservedCall, measures: list[Measure], text: SequenceRec
     known: dict[str, Any] = {"key_ids": key_ids, "ids": attention.ids, "text_ids": ids}
     known |= _known_of_padding(text, hidden, numbers)
     call, weights = attention.call, attention.weights
-    if call is not None and attention.together is not None:
-        return _measured_together(attention, usable, text, numbers)
+    if call is not None and attention.gather_heads is not None:
+        return _measured_over_processes(attention, usable, text, numbers)
     if call is not None:
         plane = replace(plane_of(call), values=call.v, out_weight=attention.out_weight, **known)
         if attention.kind == "self" and (text.pieces or attention.numbers is not None):
@@ -225,29 +227,29 @@ def measured(attention: ObservedCall, measures: list[Measure], text: SequenceRec
     plane = Plane(batch, heads, n, m, queries, numbers[None], weights.dtype, numbers=numbers, **known)
     usable = [one for one in usable if not one.needs_out_weight]  # a model that wrote it by hand named no projection
     everything = (slice(0, batch), slice(0, heads), slice(0, n), [slice(0, m)])
-    with torch.autocast(weights.device.type, enabled=False):
+    with fixed_precision(weights):
         survey = MeasureRun(usable, plane)
         survey.add(Strip(plane, *everything, weights=weights, mass=weights.sum(-1)))
     return survey.result()
 
 
-def _measured_together(
+def _measured_over_processes(
     attention: ObservedCall, measures: list[Measure], text: SequenceRecord, numbers: Tensor
 ) -> Measurements:
-    """The same where each process has some heads: each measures its own, and what they find is put together. (What
-    needs all heads at once is measured by all of them.)"""
-    together, weight = attention.together, attention.out_weight
-    assert together is not None and attention.call is not None and attention.everything is not None
-    own, width = together.own, attention.call.v.shape[3]
-    part = None if weight is None else weight[:, own.start * width : own.stop * width]
-    here = replace(attention, together=None, everything=None, out_weight=part)
-    found = measured(here, [one for one in measures if not one.needs_all_heads], text, numbers)
-    values, counts = tree_map_only(Tensor, together, (found.values, found.counts))
+    """The same where each process has some heads: each measures its own, and the results are gathered. (A measure that
+    needs all heads at once is computed by every process.)"""
+    gather, weight = attention.gather_heads, attention.out_weight
+    assert gather is not None and attention.call is not None and attention.global_call is not None
+    own, width = gather.own, attention.call.v.shape[3]
+    own_weight = None if weight is None else weight[:, own.start * width : own.stop * width]
+    here = replace(attention, gather_heads=None, global_call=None, out_weight=own_weight)
+    results = measured(here, [one for one in measures if not one.needs_all_heads], text, numbers)
+    values, counts = tree_map_only(Tensor, gather, (results.values, results.counts))
     of_all = [one for one in measures if one.needs_all_heads]
     if of_all:
-        there = replace(here, call=attention.everything(), out_weight=weight)
-        values |= measured(there, of_all, text, numbers).values
-    return Measurements(values, together(found.seen), counts)
+        everywhere = replace(here, call=attention.global_call(), out_weight=weight)
+        values |= measured(everywhere, of_all, text, numbers).values
+    return Measurements(values, gather(results.seen), counts)
 
 
 def joined(text: SequenceRecord, measures: list[Measure]) -> dict[str, Any]:
@@ -323,8 +325,8 @@ def weights_of(piece: Chunk, keys: Tensor | None, items: slice, heads: list[int]
     call = piece.call
     assert call is not None
     k = call.k if keys is None or call.k.shape[2] else keys[:, :, piece.numbers]
-    with torch.no_grad(), torch.autocast(k.device.type, enabled=False):
-        return reference.weights(cut(replace(call, k=k, v=k), items, heads, rows))[0]
+    with torch.no_grad():
+        return exact_weights(cut(replace(call, k=k, v=k), items, heads, rows))
 
 
 def runs(numbers: Tensor) -> list[slice]:
@@ -345,24 +347,15 @@ def cut(call: Call, items: slice, heads: list[int], rows: slice) -> Call:
     def of_items(x: Tensor) -> Tensor:
         return x[items] if x.shape[0] > 1 else x
 
-    mask = None
-    if call.mask is not None:
-        batch = slice(*items.indices(call.shape[0]))
-        mask = Keep(of_heads(call.mask.block(call.tile(batch, rows, slice(0, call.shape[3])))))
-    biases = []
-    for bias in call.biases:
-        if isinstance(bias, DenseBias):
-            weight = of_heads(of_items(bias.weight))
-            biases.append(DenseBias(weight[:, :, rows] if weight.shape[2] > 1 else weight))
-        else:
-            biases.append(bias.with_weight(of_items(bias.weight)[..., index]))
+    tile = call.tile(slice(*items.indices(call.shape[0])), rows, slice(0, call.shape[3]))
+    mask = None if call.mask is None else Keep(of_heads(call.mask.block(tile)))
     return replace(
         call,
         q=call.q[items][:, index, rows],
         k=call.k[items][:, index // shared],
         v=call.v[items][:, index // shared],
         mask=mask,
-        biases=tuple(biases),
+        biases=tuple(bias.part(tile, index) for bias in call.biases),
         positions=of_items(call.query_positions(rows)),
         key_positions=None if call.key_positions is None else of_items(call.key_positions),
         sinks=None if call.sinks is None else of_items(call.sinks)[:, index],

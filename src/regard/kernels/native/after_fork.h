@@ -1,5 +1,5 @@
-// A forked child has none of its parent's threads, but its OpenMP runtime still counts on those of the thread that forked
-// and would wait for them for ever. A thread that is new in the child has no such memory: so there, calls run in one.
+// A forked child has none of its parent's threads, but the OpenMP state of the thread that forked still expects them
+// and would wait forever. A new thread has no such state, so in a forked child calls run in a new thread.
 #pragma once
 #include <pthread.h>
 

@@ -1,4 +1,4 @@
-// The call, as plain C: pointers, sizes, strides. Nothing here knows of torch.
+// The arguments of a call, as plain C: pointers, sizes, strides. Independent of torch.
 //
 // Letters: B batch, H query heads, G kv heads, N queries, M keys, D width of q and k, E width of v.
 // Strides count elements. The last axis of q, k, v and out is contiguous. A stride of 0 broadcasts.
@@ -21,61 +21,61 @@ enum regard_dtype : int32_t { REGARD_FLOAT32 = 0, REGARD_BFLOAT16 = 1, REGARD_FL
 
 enum regard_status : int32_t {
     REGARD_OK = 0,
-    REGARD_BAD_SIZE = 1,         // `size` is not that of the struct this library was built with
-    REGARD_BAD_SHAPE = 2,        // a size below 0, a width beyond 256, heads no multiple of groups; backward: no out, no lse
-    REGARD_NO_SUCH_ISA = 3,      // the CPU lacks what was asked for
+    REGARD_BAD_SIZE = 1,     // `size` is not sizeof(struct) of this library
+    REGARD_BAD_SHAPE = 2,    // negative size, width above 256, heads not a multiple of groups; backward: no out or lse
+    REGARD_NO_SUCH_ISA = 3,  // the CPU does not have the instruction set
     REGARD_NO_MEMORY = 4,
 };
 
 struct regard_args {
-    uint64_t size;  // sizeof(regard_args): tells versions apart
+    uint64_t size;  // sizeof(regard_args), to detect another version
     int32_t isa;
     int32_t threads;
-    int32_t dtype;  // of q, k, v and out; all else is float32
+    int32_t dtype;  // of q, k, v and out; everything else is float32
     int32_t causal;
 
     int64_t batch, heads, groups, queries, keys, width, value_width;
     const void *q, *k, *v;  // (B, H, N, D), (B, G, M, D), (B, G, M, E)
-    void *out;              // (B, H, N, E), or null: statistics and lse alone
+    void *out;              // (B, H, N, E), or null to compute only statistics and lse
     float *lse;             // (B, H, N), or null
     int64_t q_stride[3], k_stride[3], v_stride[3], out_stride[3], lse_stride[3];
 
     float scale;
     float softcap;    // 0: none
-    int64_t q_start;  // position of the first query; keys stand at 0 .. M - 1
+    int64_t q_start;  // position of the first query; keys are at 0 .. M - 1
 
-    // Key j is visible to the query at position p iff, where `causal`, j <= p; and p - before <= j <= p + after.
+    // Key j is visible to the query at position p iff (not causal or j <= p) and p - before <= j <= p + after.
     int64_t before, after;               // -1: no limit
     const int64_t *key_start, *key_end;  // (B) visible keys are [start, end); or null
-    const int32_t *q_docs, *k_docs;      // (1|B, N) and (1|B, M): equal sees equal; or null
+    const int32_t *q_docs, *k_docs;      // (1|B, N) and (1|B, M): visible if equal; or null
     int64_t q_docs_stride, k_docs_stride;
     const uint8_t *mask;  // (1|B, 1|H, 1|N, 1|M), nonzero: visible; or null
     int64_t mask_stride[4];
     const float *bias;  // the same shape, added to the scores; or null
     int64_t bias_stride[4];
-    const float *sinks;  // (1|B, H): a score more in each row's denominator; or null
+    const float *sinks;  // (1|B, H): an additional score in the denominator of each row; or null
     int64_t sinks_stride[2];
 
     const int32_t *drop_rows;  // (1|B, H, N) hashes of the query rows; null: no dropout
     const int32_t *drop_cols;  // (1|B, M) hashes of the key columns
     int64_t drop_rows_stride[3], drop_cols_stride[2];
-    int32_t drop_threshold;  // a weight stays iff its hash is at least this
-    float drop_kept;         // what a weight that stays is multiplied by
+    int32_t drop_threshold;  // a weight is kept iff its hash is at least this
+    float drop_kept;         // factor of kept weights
 
-    // Statistics of the weights before dropout, all contiguous, each null where it is not wanted.
-    float *entropy, *peak;        // (B, H, N)
-    int64_t *target;              // (B, H, N), -1 where a row sees nothing
-    float *distance, *offset;     // (B, H, N) by positions
-    float *on_first;              // (B, H, N)
-    float *received;              // (B, H, M)
-    float *offsets;               // (B, H, offsets_before + 1 + offsets_after), summed over queries
+    // Statistics of the weights before dropout, all contiguous, each null if not wanted.
+    float *entropy, *peak;     // (B, H, N)
+    int64_t *target;           // (B, H, N), -1 for a fully masked row
+    float *distance, *offset;  // (B, H, N) by positions
+    float *on_first;           // (B, H, N)
+    float *received;           // (B, H, M)
+    float *offsets;            // (B, H, offsets_before + 1 + offsets_after), summed over queries
     int64_t offsets_before, offsets_after;
     float *heatmap;  // (B, H, rows, cols): query i is in cell i * rows / N
     int64_t heatmap_rows, heatmap_cols;
 };
 
-// What the backward pass takes and gives, besides the call itself with its `out` and `lse` as the forward pass left them.
-// Gradients have the dtype of what they belong to; each is null where it is not wanted.
+// Inputs and outputs of the backward pass, beside the call itself with `out` and `lse` of the forward pass. Gradients
+// have the dtype of their tensors; each is null if not wanted.
 struct regard_gradients {
     uint64_t size;       // sizeof(regard_gradients)
     const void *d_out;   // (B, H, N, E)
@@ -84,7 +84,7 @@ struct regard_gradients {
 
     void *d_q, *d_k, *d_v;
     int64_t d_q_stride[3], d_k_stride[3], d_v_stride[3];
-    float *d_bias;  // the bias's shape: summed over the axes with stride 0; added to what is there
+    float *d_bias;  // the shape of the bias; summed over axes with stride 0, and added to the existing values
     int64_t d_bias_stride[4];
     float *d_sinks;  // (B, H), contiguous
 };

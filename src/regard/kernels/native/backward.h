@@ -1,4 +1,4 @@
-// The backward pass: a block of queries against all keys that it may see, as in the forward pass, from `out` and `lse`:
+// The backward pass: a block of queries against all keys visible to it, as in the forward pass, from `out` and `lse`:
 //
 //     S^T  = K Q^T        (keys x lanes)     P^T  = exp(S^T - lse)
 //     dP^T = V dO^T       (keys x lanes)     dS^T = P^T (dP^T - delta),  delta = rowsum(dO O) - d_lse
@@ -6,18 +6,18 @@
 //     dK  += dS^T Q       (keys x D)
 //     dQ^T += K^T dS^T    (D x lanes)
 //
-// Five products, none of which has a horizontal step: P^T and dS^T lie with queries along the lanes, which is what dQ^T
-// wants for vectors and dV and dK for broadcasts. So of a block's queries Q and dO are needed both ways, as lanes and as
-// rows; K and V are read as they lie. The scale is left to the ends: dQ and dK are multiplied once, and not each dS.
+// Five products, none with a horizontal reduction: P^T and dS^T have queries along the lanes, which gives vectors for
+// dQ^T and broadcasts for dV and dK. So Q and dO of a block are needed both as lanes and as rows; K and V are read in
+// place. The scale is applied at the end: once to dQ and dK, and not to each dS.
 //
-// A *unit* of work is a kv head, or a part of the queries that look at it: what they give to dK and dV adds up in one place.
+// A *unit* of work is a kv head, or some of the queries that attend to it; it has its own sums of dK and dV.
 //
-//     q, d_out, out         (D or E, LANES)            the block's queries, along the lanes
+//     q, d_out, out         (D or E, LANES)            the queries of the block, along the lanes
 //     q_rows, d_out_rows    (LANES, D'), (LANES, E')   the same as rows; ' means rounded up to whole vectors
 //     p, ds, slope, bias    (KEYS, LANES)              of one span
 //     dq                    (D, LANES)
-//     k, v                  (M, D), (M, E)             the unit's keys and values, side by side
-//     dk, dv                (M, D'), (M, E')           its sums
+//     k, v                  (M, D), (M, E)             keys and values of the unit, contiguous
+//     dk, dv                (M, D'), (M, E')           sums of the unit
 #pragma once
 #include <optional>
 
@@ -28,9 +28,9 @@ namespace REGARD_NAMESPACE {
 
 inline int64_t whole_vectors(int64_t width) { return (width + W - 1) / W * W; }
 
-constexpr int64_t BACKWARD_TEAM = 4;  // blocks of queries that go through the keys side by side
+constexpr int64_t BACKWARD_TEAM = 4;  // blocks of queries that are computed together, chunk of keys by chunk
 
-// A block of queries on its way through the keys.
+// The state of a block of queries.
 struct Queries {
     Block block;
     std::optional<Plan> plan;
@@ -38,21 +38,21 @@ struct Queries {
     const float *q_rows, *d_out_rows;
     alignas(64) float lse[LANES], delta[LANES];
     alignas(64) int32_t drop_row[LANES];
-    bool odd;  // a row's output or log-sum-exp is NaN or inf
+    bool odd;  // the output or log-sum-exp of some row is NaN or inf
 };
 
-// What one thread works with: a team of blocks, and what serves one span of one of them at a time.
+// Buffers of one thread: the state of a team of blocks, and scratch for one span of one block.
 struct Bench {
     Scratch scratch;
     Queries team[BACKWARD_TEAM];
     float *out, *p, *ds, *slope, *bias, *clean_k, *clean_v, *k, *v, *dk, *dv;
     alignas(64) float ones[LANES], scale[LANES];
 
-    // `sums`: whether dk and dv are kept here.
+    // `sums`: whether dk and dv are allocated here.
     void lay(const regard_args &a, int64_t team_size, bool sums) {
         const int64_t padded_k = whole_vectors(a.width), padded_v = whole_vectors(a.value_width), block = KEYS * LANES;
         size_t floats = 0;
-        // Twice the same walk: once to count, once to cut.
+        // Runs twice: first to count the bytes, then to assign the pointers.
         const auto cut = [&](bool really) {
             const auto take = [&](float *&to, int64_t count) {
                 if (really) to = scratch.take<float>((size_t)count);
@@ -84,8 +84,9 @@ struct Bench {
     }
 };
 
-// Rows as the products want them, `padded` numbers apart and 0 from `width` on: as they lie, or copied.
-inline const float *padded_rows(const float *from, int64_t stride, int64_t rows, int64_t width, int64_t padded, float *to) {
+// Rows with a stride of `padded` numbers, 0 from `width` on: in place if they have that form, else copied.
+inline const float *padded_rows(const float *from, int64_t stride, int64_t rows, int64_t width, int64_t padded,
+                                float *to) {
     if (stride == padded && width == padded) return from;
     for (int64_t i = 0; i < rows; i++) {
         std::memcpy(to + i * padded, from + i * stride, (size_t)width * sizeof(float));
@@ -104,29 +105,30 @@ inline bool finite(const float *x, int64_t count) {
     return !odd;
 }
 
-// The same rows with 0 for what is not finite.
+// The same rows with 0 in place of NaN and inf.
 inline const float *cleaned(const float *from, int64_t rows, int64_t width, float *to) {
     for (int64_t x = 0; x < rows * width; x++) to[x] = std::isfinite(from[x]) ? from[x] : 0.0f;
     return to;
 }
 
-// delta[lane] = sum_e d_out[e][lane] out[e][lane], summed up in the very order of `scores`: of a query that sees one key
-// alone, delta and dP are then the same to the bit, and their difference is 0, as it must be.
+// delta[lane] = sum_e d_out[e][lane] out[e][lane], in the same order of summation as `scores`: for a query with a
+// single visible key, delta and dP are then equal to the bit, and their difference is exactly 0.
 inline void row_sums(const float *d_out, const float *out, int64_t width, int lanes, float *delta) {
     const int64_t pieces = (width + PIECE - 1) / PIECE;
     for (int lane = 0; lane < lanes; lane += W) {
         F total = {};
         for (int64_t i = 0, e = 0; i < pieces; i++) {
             F sum = {};
-            for (; e < width * (i + 1) / pieces; e++) sum += load(out + e * LANES + lane) * load(d_out + e * LANES + lane);
+            for (; e < width * (i + 1) / pieces; e++)
+                sum += load(out + e * LANES + lane) * load(d_out + e * LANES + lane);
             total = sum + total;
         }
         store(delta + lane, total);
     }
 }
 
-// A block's queries and their gradients into lanes and rows, and what is known of each row. Returns what they give to the
-// gradient of their head's sink: it is a key whose dP is 0.
+// Loads the queries of a block and their gradients as lanes and as rows, with lse and delta of each row. Returns their
+// contribution to the gradient of the head's sink, which is a key whose dP is 0.
 inline double open(const regard_args &a, const regard_gradients &g, const Block &block, Queries &to, Bench &bench) {
     to.block = block;
     to.plan.emplace(a, to.block);
@@ -135,8 +137,8 @@ inline double open(const regard_args &a, const regard_gradients &g, const Block 
     };
     const int64_t padded_k = whole_vectors(a.width), padded_v = whole_vectors(a.value_width);
     to.q_rows = padded_rows(rows_at(a.q, a.q_stride), a.q_stride[2], block.rows, a.width, padded_k, to.q_copy);
-    to.d_out_rows = padded_rows(rows_at(g.d_out, g.d_out_stride), g.d_out_stride[2], block.rows, a.value_width, padded_v,
-                                to.d_out_copy);
+    to.d_out_rows = padded_rows(rows_at(g.d_out, g.d_out_stride), g.d_out_stride[2], block.rows, a.value_width,
+                                padded_v, to.d_out_copy);
     rows_to_lanes(to.q_rows, padded_k, block.rows, block.lanes, a.width, to.q);
     rows_to_lanes(to.d_out_rows, padded_v, block.rows, block.lanes, a.value_width, to.d_out);
     rows_to_lanes(rows_at(a.out, a.out_stride), a.out_stride[2], block.rows, block.lanes, a.value_width, bench.out);
@@ -149,7 +151,7 @@ inline double open(const regard_args &a, const regard_gradients &g, const Block 
     to.odd = false;
     for (int i = 0; i < block.lanes; i++) {
         to.lse[i] = i < block.rows ? lse[i * a.lse_stride[2]] : -__builtin_inff();
-        if (to.lse[i] == -__builtin_inff()) {  // no row, or one that sees nothing: all its weights are 0
+        if (to.lse[i] == -__builtin_inff()) {  // no such row, or a fully masked one: all weights are 0
             to.lse[i] = __builtin_inff();
             to.delta[i] = 0.0f;
             continue;
@@ -167,8 +169,8 @@ inline double open(const regard_args &a, const regard_gradients &g, const Block 
     return d_sink;
 }
 
-// p: scores become weights, after dropout. ds: dP becomes dS. Scores times scale are rounded as lse was: so the weight of a
-// key that has it all is 1 exactly, however large the scores.
+// p: scores become weights, after dropout. ds: dP becomes dS. Scores times scale are rounded as for lse, so that a
+// single dominant key has a weight of exactly 1, however large the scores.
 template <bool Drop, int NV>
 void weigh_strip(const regard_args &a, const int32_t *col, int64_t keys, float scale, int lane, const Queries &of,
                  float *weights, float *gradients) {
@@ -200,15 +202,16 @@ void weigh_strip(const regard_args &a, const int32_t *col, int64_t keys, float s
 
 inline void weigh(const regard_args &a, const Queries &of, const Span &span, float scale, float *p, float *ds) {
     const int64_t keys = span.last - span.first;
-    const int32_t *col = a.drop_rows ? a.drop_cols + of.block.item * a.drop_cols_stride[0] + span.first * a.drop_cols_stride[1]
-                                     : nullptr;
+    const int32_t *col = a.drop_rows
+                             ? a.drop_cols + of.block.item * a.drop_cols_stride[0] + span.first * a.drop_cols_stride[1]
+                             : nullptr;
     over_lanes(span.lane, span.lanes_end, [&](int lane, auto nv) {
         if (a.drop_rows) weigh_strip<true, nv.value>(a, col, keys, scale, lane, of, p, ds);
         else weigh_strip<false, nv.value>(a, col, keys, scale, lane, of, p, ds);
     });
 }
 
-// ds *= slope. (A hidden pair's slope may be NaN: its gradient is 0 all the same.)
+// ds *= slope. (The slope of a hidden pair may be NaN; its gradient is 0.)
 inline void follow_softcap(const Span &span, const float *slope, float *ds) {
     for (int64_t j = 0; j < span.last - span.first; j++) {
         for (int lane = span.lane; lane < span.lanes_end; lane += W) {
@@ -220,17 +223,17 @@ inline void follow_softcap(const Span &span, const float *slope, float *ds) {
 
 struct Unit {
     int64_t number;
-    const float *k, *v;  // side by side
+    const float *k, *v;  // contiguous
     float *dk, *dv;
-    bool careful;  // keys or values hold NaN or inf: what is hidden must not leak through 0 * NaN
+    bool careful;  // keys or values have NaN or inf: hidden pairs must not contribute 0 * NaN
 };
 
-// A block of queries against the keys [from, to): its part of dK and dV is added to the unit's, its dQ grows.
+// A block of queries against the keys [from, to): adds to dK and dV of the unit, and to dQ of the block.
 inline void advance(const regard_args &a, const regard_gradients &g, const Unit &unit, Queries &of, BiasGradient &bias,
                     Bench &bench, int64_t from, int64_t to) {
     const Block &block = of.block;
     const int64_t padded_k = whole_vectors(a.width), padded_v = whole_vectors(a.value_width);
-    // A positive scale alone is left to the exponent; any other would make something else of what is hidden, -inf.
+    // A positive scale is applied in the exponent; others are not, because they would change the -inf of hidden pairs.
     const bool transformed = transforms(a);
     Plan &plan = *of.plan;
     plan.each(from, to, [&](const Span &span) {
@@ -255,15 +258,18 @@ inline void advance(const regard_args &a, const regard_gradients &g, const Unit 
         }
         scores<false, false>(v, a.value_width, keys, of.d_out, a.value_width, first, last, ds, nullptr, nullptr, 0);
         weigh(a, of, span, transformed ? 1.0f : a.scale, p, ds);
-        if (span.masked && of.odd) {  // 0 * NaN
+        if (span.masked && of.odd) {  // avoids 0 * NaN
             plan.hide(span, p, 0.0f);
             plan.hide(span, ds, 0.0f);
         }
         if (g.d_v)
-            weigh_rows(p + first, keys, queries, of.d_out_rows + first * padded_v, padded_v, unit.dv + span.first * padded_v);
+            weigh_rows(p + first, keys, queries, of.d_out_rows + first * padded_v, padded_v,
+                       unit.dv + span.first * padded_v);
         if (bias.wanted) bias.add(block, unit.number, span, ds);
         if (a.softcap != 0.0f) follow_softcap(span, bench.slope, ds);
-        if (g.d_k) weigh_rows(ds + first, keys, queries, of.q_rows + first * padded_k, padded_k, unit.dk + span.first * padded_k);
+        if (g.d_k)
+            weigh_rows(ds + first, keys, queries, of.q_rows + first * padded_k, padded_k,
+                       unit.dk + span.first * padded_k);
         if (g.d_q) values(k, a.width, ds, keys, a.width, first, last, bench.ones, of.dq);
     });
 }
@@ -271,8 +277,9 @@ inline void advance(const regard_args &a, const regard_gradients &g, const Unit 
 inline void close(const regard_args &a, const regard_gradients &g, const Queries &of, const Bench &bench) {
     if (!g.d_q) return;
     const Block &block = of.block;
-    float *to = (float *)g.d_q + block.item * g.d_q_stride[0] + block.head * g.d_q_stride[1] + block.row * g.d_q_stride[2];
+    float *to =
+        (float *)g.d_q + block.item * g.d_q_stride[0] + block.head * g.d_q_stride[1] + block.row * g.d_q_stride[2];
     lanes_to_rows(of.dq, block.rows, a.width, bench.scale, to, g.d_q_stride[2]);
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

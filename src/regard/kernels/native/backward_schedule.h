@@ -1,9 +1,9 @@
-// All units of a backward pass, over the threads. How the work is cut up hangs on the shapes and the number of threads
-// alone, and sums are added up in a fixed order: so the same call gives the same bits.
+// Distributes the units of a backward pass over threads. The partition depends only on the shapes and the number of
+// threads, and sums are added in a fixed order, so the same call gives the same bits.
 //
 //     kv head    b * groups + group
 //     step       one block of queries of one query head of a kv head: there are blocks * shared of them
-//     part       every parts-th step of a kv head, heavy and light ones alike
+//     part       every parts-th step of a kv head, so that expensive and cheap steps are balanced
 //     unit       a part of a kv head: number kv_head * parts + part
 #pragma once
 #include "backward.h"
@@ -19,25 +19,25 @@ class Backward {
     const Work work;
     BiasGradient bias;
     const int64_t kv_heads, shared;  // shared: query heads of a kv head
-    const int64_t together;          // steps that go to the same part: those of a block's rows, for the sake of the bias
+    const int64_t together;          // consecutive steps in the same part: those that share rows of the bias gradient
     const int64_t parts;
     const int64_t padded_k, padded_v;
     const int64_t dk_size, dv_size;  // of a unit's sums
-    // Where keys, values and their gradients outgrow the L2 cache, a few blocks of queries go through them side by side.
+    // If keys, values and their gradients do not fit in the L2 cache, `team` blocks share each chunk of keys.
     const int64_t team, chunk;
     Scratch partial;
-    float *sums = nullptr;         // (kv_heads, parts, dk_size + dv_size), where a kv head has several parts
+    float *sums = nullptr;          // (kv_heads, parts, dk_size + dv_size), if a kv head has several parts
     std::vector<double> sink_sums;  // (batch * heads, blocks)
 
     int64_t steps() const { return work.blocks * shared; }
 
-    // A kv head each where there are enough of them; else parts, whose sums take memory.
+    // One part per kv head if there are enough of them; else several, whose sums take memory.
     int64_t count_parts() const {
         if (a.threads == 1 || kv_heads == 0 || kv_heads >= 4 * a.threads) return 1;
         return std::max<int64_t>(1, std::min(steps() / together, (4 * a.threads + kv_heads - 1) / kv_heads));
     }
 
-    // The steps of a part, a team of them at a time.
+    // The steps of a part, one team at a time.
     void take_steps(const Unit &unit, int64_t kv_head, int64_t part) {
         const auto nth = [&](int64_t n) { return (part + n / together * parts) * together + n % together; };
         const int64_t count = (steps() / together - part + parts - 1) / parts * together;
@@ -73,9 +73,10 @@ class Backward {
         if (parts == 1) deliver(kv_head, dk, dv, 0, a.keys);
     }
 
-    // The rows [first, last) of a kv head's gradients, from the sums of its parts, the first of which are given.
+    // Writes the rows [first, last) of the gradients of a kv head: the sum over its parts, the first of which is given.
     void deliver(int64_t kv_head, const float *dk, const float *dv, int64_t first, int64_t last) const {
-        const auto rows = [&](const float *from, int64_t padded, int64_t width, float factor, void *to, const int64_t *stride) {
+        const auto rows = [&](const float *from, int64_t padded, int64_t width, float factor, void *to,
+                              const int64_t *stride) {
             float *at = (float *)to + kv_head / a.groups * stride[0] + kv_head % a.groups * stride[1];
             for (int64_t j = first; j < last; j++) {
                 for (int64_t x = 0; x < width; x += W) {
@@ -121,8 +122,9 @@ class Backward {
                 ready = false;
                 failed = true;
             }
-            // Once begun a unit does not fail: another one may be waiting for its turn.
-            for (int64_t i; ready && (i = next.fetch_add(1, std::memory_order_relaxed)) < kv_heads * parts;) run_unit(i);
+            // A unit that has started must not fail: others may wait for its turn.
+            for (int64_t i; ready && (i = next.fetch_add(1, std::memory_order_relaxed)) < kv_heads * parts;)
+                run_unit(i);
             bench.scratch.keep(KEPT);
             if (parts > 1) {
                 constexpr int64_t ROWS = 64;
@@ -147,4 +149,4 @@ class Backward {
     }
 };
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

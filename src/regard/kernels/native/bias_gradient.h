@@ -1,12 +1,12 @@
-// Where the gradient of a bias goes. Planes (N x M) of several heads may be one in memory (a bias broadcast over heads or
-// the batch), and so may pairs within a plane (broadcast over queries or keys; a Toeplitz view, whose rows overlap). Sums
-// must not depend on which thread comes first, and there is no room for a copy of an N x M plane. So
+// The gradient of a bias. Heads may share a plane (N x M) in memory (a bias broadcast over heads or the batch), and
+// pairs within a plane may share an element (broadcast over queries or keys; a Toeplitz view, whose rows overlap). The
+// sums must not depend on the order of threads, and there is no memory for copies of an N x M plane. So
 //
-//     dense   each pair of a plane has a place of its own: added in place; where heads share a plane, they add to each
-//             block of rows in their order, each waiting for the one before it. They go through the blocks in the same
-//             order, so all but the first few steps find that it has long passed.
-//     thin    pairs share places, so there are but O(N + M) of them: each unit of work has a plane of its own, and all are
-//             added up in the end.
+//   - dense: if each pair has its own element, gradients are added in place. Heads that share a plane add to each block
+//     of rows in the order of heads, each waiting for the one before it. All heads go through the blocks in the same
+//     order, so there is no waiting after the first few steps.
+//   - thin: if pairs share elements, there are only O(N + M) elements. Each unit of work has its own plane, and these
+//     are added at the end.
 #pragma once
 #include <atomic>
 #include <numeric>
@@ -18,9 +18,9 @@
 
 namespace REGARD_NAMESPACE {
 
-// to[i * row_stride + j * key_stride] += ds[j][i] for the rows i of a block in the lanes [first, lanes_end), and all keys.
-// Where pairs share a place they are added to one another first: that is faster, and rounds less. (Lanes beyond the rows
-// hold zeros.)
+// to[i * row_stride + j * key_stride] += ds[j][i] for the rows i of a block in the lanes [first, lanes_end), and all
+// keys. Pairs that share an element are first added to each other, which is faster and more accurate. (Lanes beyond the
+// rows are zero.)
 inline void add_block(const float *ds, int64_t keys, int first, int lanes_end, int rows, float *to, int64_t row_stride,
                       int64_t key_stride) {
     const int last = std::min(lanes_end, rows);
@@ -67,11 +67,11 @@ inline void add_block(const float *ds, int64_t keys, int first, int lanes_end, i
 class BiasGradient {
     const regard_args &a;
     const regard_gradients &g;
-    int64_t row = 0, key = 0;    // strides within a plane; of a thin one, in units of `step`
-    int64_t step = 1;            // of a thin plane: what the distances between its places have in common
-    int64_t size = 0;            // places of a thin plane; 0: dense
-    int64_t origin = 0;          // the place of the first pair
-    int64_t heads = 1;           // thin planes of a unit
+    int64_t row = 0, key = 0;  // strides within a plane; for a thin one in units of `step`
+    int64_t step = 1;          // of a thin plane: greatest common divisor of its strides
+    int64_t size = 0;          // elements of a thin plane; 0: dense
+    int64_t origin = 0;        // the element of the first pair
+    int64_t heads = 1;         // thin planes per unit
     bool turns = false;
     std::vector<float> planes;                // (units, heads, size)
     std::vector<std::atomic<int64_t>> added;  // per block of rows: how many kv heads have added to it
@@ -85,8 +85,9 @@ class BiasGradient {
         const int64_t *stride = g.d_bias_stride;
         row = a.queries > 1 ? stride[2] : 0;
         key = a.keys > 1 ? stride[3] : 0;
-        const bool dense = row != 0 && key != 0 &&
-                           (std::abs(row) > std::abs(key) * (a.keys - 1) || std::abs(key) > std::abs(row) * (a.queries - 1));
+        const bool dense =
+            row != 0 && key != 0 &&
+            (std::abs(row) > std::abs(key) * (a.keys - 1) || std::abs(key) > std::abs(row) * (a.queries - 1));
         if (dense) {
             turns = (stride[0] == 0 && a.batch > 1) || (stride[1] == 0 && a.groups > 1);
             return;
@@ -99,8 +100,8 @@ class BiasGradient {
         heads = stride[1] == 0 ? 1 : a.heads / a.groups;
     }
 
-    // Whether a block of rows must belong to one unit for all query heads of a kv head: they share its place in memory, or
-    // take their turn at it together.
+    // Whether a block of rows must belong to one unit for all query heads of a kv head: they share its memory, or wait
+    // for their turn together.
     bool whole_blocks() const { return wanted && size == 0 && (turns || g.d_bias_stride[1] == 0); }
 
     void prepare(int64_t units, int64_t blocks) {
@@ -109,8 +110,8 @@ class BiasGradient {
         if (turns) added = std::vector<std::atomic<int64_t>>((size_t)blocks);
     }
 
-    // A kv head's turn at a block of rows, and its end. Units are begun in the order of kv heads, so the one that is
-    // waited for runs already or is done.
+    // Wait for the turn of a kv head at a block of rows, and end it. Units start in the order of kv heads, so the one
+    // that is waited for is running or done.
     void wait(int64_t block, int64_t kv_head) {
         if (!turns) return;
         while (added[(size_t)block].load(std::memory_order_acquire) != kv_head) std::this_thread::yield();
@@ -131,7 +132,7 @@ class BiasGradient {
                   to + block.row * row + span.first * key, row, key);
     }
 
-    // Thin planes into the gradient, unit by unit. (A place that nothing fell into may be no place of the view.)
+    // Adds the thin planes to the gradient, unit by unit. (Elements without a contribution may be outside of the view.)
     void finish(int64_t parts) {
         if (!wanted || !size) return;
         const int64_t units = (int64_t)planes.size() / (heads * size);
@@ -146,4 +147,4 @@ class BiasGradient {
     }
 };
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -1,10 +1,10 @@
-// A dense mask in bits: a word of 64 for each key, a bit for each lane.
+// A dense mask as bits: one 64-bit word per key, one bit per lane.
 #pragma once
 #include "simd.h"
 
 namespace REGARD_NAMESPACE {
 
-// Bit i is whether byte i is not 0.
+// Bit i is set iff byte i is not 0.
 inline uint64_t bits_of(const uint8_t (&bytes)[64]) {
 #if defined(__AVX512BW__)
     const __m512i x = _mm512_loadu_si512(bytes);
@@ -23,7 +23,7 @@ inline uint64_t bits_of(const uint8_t (&bytes)[64]) {
 #endif
 }
 
-// Bit i of word j and bit j of word i change places: halves of the square first, then halves of these.
+// Transposes 64 x 64 bits: swaps off-diagonal halves, then recursively smaller blocks.
 template <int half = 32>
 inline void transpose(uint64_t (&x)[64]) {
     constexpr uint64_t low = ~0ull / ((1ull << half) + 1);  // the lower half of every 2 * half bits
@@ -42,9 +42,9 @@ template <int... lane>
 inline I lane_bits(std::integer_sequence<int, lane...>) {
     return I{(1 << lane)...};
 }
-// Of the W lowest bits a comparison's result: lane i is that of bit i.
+// The W lowest bits as a lane mask, as comparisons return it: lane i is all ones iff bit i is set.
 inline I spread(uint64_t bits) {
     return (broadcast((int32_t)bits) & lane_bits(std::make_integer_sequence<int, W>{})) != 0;
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -1,12 +1,12 @@
-// Few queries against many keys, as when text is generated: the time is that of reading K and V. So both are read once
-// for all queries of their head, in the dtype they have, and the layout is the other way round: here *keys and widths*
-// lie along the lanes.
+// Few queries against many keys, as in text generation: the time is that of reading K and V. So both are read once for
+// all queries of their head, in their own dtype, and the layout is the opposite one: *keys and widths* are along the
+// lanes.
 //
-//     s (queries x keys)   = q (queries x D) . K (keys x D)     whole vectors of a key's row; W sums at a time
-//     o (queries x E)     += p (queries x keys) V (keys x E)    V's rows as they lie; p is broadcast
+//     s (queries x keys)   = q (queries x D) . K (keys x D)     rows of K as vectors; W sums at a time
+//     o (queries x E)     += p (queries x keys) V (keys x E)    rows of V as vectors; p is broadcast
 //
-// The keys of a head are cut into pieces, enough for all threads; each piece gives its maximum, sum and output, and
-// these are joined in their order.
+// The keys of a head are divided into pieces, enough for all threads. Each piece has its maximum, sum and output, which
+// are merged in order.
 #pragma once
 #include <omp.h>
 
@@ -18,14 +18,14 @@
 
 namespace REGARD_NAMESPACE {
 
-constexpr int64_t MOST = 128;      // queries of one head of keys
-constexpr int64_t RUN = 256;       // keys at a time: their scores become weights together
-constexpr int64_t AHEAD = 512;     // numbers that are fetched ahead of the next rows
-constexpr int64_t SHORTEST = 256;  // piece, in keys
+constexpr int64_t MOST = 128;      // queries per kv head, at most
+constexpr int64_t RUN = 256;       // keys per step of the online softmax
+constexpr int64_t AHEAD = 512;     // numbers to prefetch before the next rows
+constexpr int64_t SHORTEST = 256;  // length of a piece, in keys, at least
 
 inline int64_t padded(int64_t count) { return (count + W - 1) / W * W; }
 
-// Rows whose width is no multiple of W, padded with 0 to one.
+// Rows padded with 0 to a multiple of W.
 template <class T>
 void pad(const T *from, int64_t stride, int64_t rows, int64_t width, float *to) {
     const int64_t whole = width / W * W;
@@ -35,20 +35,20 @@ void pad(const T *from, int64_t stride, int64_t rows, int64_t width, float *to) 
     }
 }
 
-// A vector of what queries that hold Q are multiplied with: bfloat16 in pairs, all else widened.
+// Loads a vector of keys to multiply with queries of type Q: bfloat16 as pairs, other types widened.
 template <class Q, class T>
 inline auto operand(const T *p) {
     if constexpr (std::is_same_v<Q, float>) return load(p);
     else return load((const Pair *)p);
 }
 
-// QT queries against W keys, of which `keys` are there (the last one stands in for the others).
+// QT queries against W keys, of which only `keys` exist (the last one is repeated for the others).
 template <int QT, class T, class Q>
 void meet(const T *k, int64_t stride, int64_t keys, const Q *q, int64_t width, float *s) {
     constexpr int KT = W / QT, STEP = W * (int)(sizeof(float) / sizeof(Q));
     for (int64_t j = 0; j < keys; j += KT) {
         F sum[W];
-        // Key by key, as they lie in memory: the CPU fetches ahead of one stream, and not of many side by side.
+        // Key by key, in memory order: the hardware prefetcher follows one stream better than many.
 #pragma GCC unroll 16
         for (int i = 0; i < KT; i++) {
             const T *key = k + std::min(j + i, keys - 1) * stride;
@@ -71,8 +71,8 @@ void meet(const T *k, int64_t stride, int64_t keys, const Q *q, int64_t width, f
     }
 }
 
-// ET vectors of a row. Two vectors of bfloat16 come as the even numbers and the odd ones, which is the cheapest way to
-// widen them; `in_order` is for results. (Widths of a single vector more are taken as they are.)
+// ET vectors of a row. Two vectors of bfloat16 are widened to the even and the odd numbers, which is the cheapest way;
+// `in_order` restores the order of results. (A last single vector is widened in order.)
 template <int ET, class T>
 inline void widen_row(const T *p, F (&y)[ET]) {
     if constexpr (std::is_same_v<T, BFloat16> && ET % 2 == 0) {
@@ -114,14 +114,14 @@ void weigh(const T *v, int64_t stride, int64_t keys, const float *p, const float
     }
 }
 
-// f(n, size as a type) for tiles of [first, last): of `size` as long as there are so many, then of half of it, and so on.
+// f(n, size as a type) for tiles of [first, last): of `size` while they fit, then of half of it, and so on.
 template <int size, class Function>
 inline void over_tiles(int64_t first, int64_t last, Function f) {
     for (; first + size <= last; first += size) f(first, std::integral_constant<int, size>{});
     if constexpr (size > 1) over_tiles<size / 2>(first, last, f);
 }
 
-// The queries of one head of keys, and how far they are. Query n is row n % N of query head n / N of the group.
+// The queries of one kv head and their running softmax. Query n is row n % N of query head n / N of the group.
 template <class T>
 class Reading {
     const regard_args &a;
@@ -132,7 +132,7 @@ class Reading {
     float top[MOST], base[MOST], shrink[MOST];
     F total[MOST];
 
-    // Whether q and k are multiplied in pairs: bfloat16 and of whole vectors.
+    // Whether q and k are multiplied as bfloat16 pairs: their width is a multiple of whole vectors.
     static constexpr bool CAN_PAIR = PAIRS && std::is_same_v<T, BFloat16>;
     bool paired() const { return CAN_PAIR && a.width % (2 * W) == 0; }
     int64_t head_of(int64_t n) const { return group * (a.heads / a.groups) + n / a.queries; }
@@ -157,7 +157,7 @@ class Reading {
         }
     }
 
-    // The keys [from, to): scores, weights, and their sum of values.
+    // Processes the keys [from, to): scores, weights, weighted values.
     void read(int64_t from, int64_t to, bool careful) {
         const bool transformed = transforms(a);
         const float factor = exponent_of(a);
@@ -181,7 +181,7 @@ class Reading {
     }
 
     bool finite() const {
-        F odd = {};  // 0 * x is 0, or NaN where x is not finite
+        F odd = {};  // 0 * x is NaN if x is not finite, else 0
         for (int64_t x = 0; x < count * o_row; x += W) odd += load(o + x) * 0.0f;
         return !any(odd != odd);
     }
@@ -196,7 +196,7 @@ class Reading {
     }
 
   private:
-    // f(rows, their stride), padded where that is needed.
+    // f(rows, stride), with rows padded if needed.
     template <class Function>
     void with_whole_vectors(const T *from, int64_t stride, int64_t count, int64_t width, Function f) {
         if (width % W == 0) return f(from, stride);
@@ -204,7 +204,7 @@ class Reading {
         f((const float *)rows, padded(width));
     }
 
-    // The beginning of what is read next: the CPU fetches ahead by itself once it is under way.
+    // Prefetches the beginning of the next rows; the hardware prefetches the rest.
     static void prefetch(const T *rows, int64_t stride, int64_t width, int64_t count) {
         const int64_t line = 64 / (int64_t)sizeof(T);
         count = std::min(count, AHEAD / width);
@@ -216,11 +216,12 @@ class Reading {
     void score(const Q *q, int64_t first, int64_t keys) {
         for (int64_t j = 0; j < keys; j += W) {
             const int64_t some = std::min<int64_t>(W, keys - j);
-            with_whole_vectors(k + (first + j) * a.k_stride[2], a.k_stride[2], some, a.width, [&](const auto *key, int64_t stride) {
-                over_tiles<(W > 4 ? 4 : 2)>(0, count, [&](int64_t n, auto qt) {
-                    meet<qt.value>(key, stride, some, q + n * q_row, q_row, s + n * RUN + j);
-                });
-            });
+            with_whole_vectors(k + (first + j) * a.k_stride[2], a.k_stride[2], some, a.width,
+                               [&](const auto *key, int64_t stride) {
+                                   over_tiles<(W > 4 ? 4 : 2)>(0, count, [&](int64_t n, auto qt) {
+                                       meet<qt.value>(key, stride, some, q + n * q_row, q_row, s + n * RUN + j);
+                                   });
+                               });
         }
     }
 
@@ -233,11 +234,12 @@ class Reading {
         }
         if (!a.bias) return;
         const int64_t *stride = a.bias_stride;
-        const float *bias = a.bias + item * stride[0] + head_of(n) * stride[1] + n % a.queries * stride[2] + first * stride[3];
+        const float *bias =
+            a.bias + item * stride[0] + head_of(n) * stride[1] + n % a.queries * stride[2] + first * stride[3];
         for (int64_t j = 0; j < keys; j++) row[j] += bias[j * stride[3]];
     }
 
-    // -inf for each hidden key, and for what is beyond the last one up to a whole vector.
+    // Sets -inf for hidden keys, and for the lanes after the last key.
     void hide(int64_t n, int64_t first, int64_t keys) {
         constexpr float NOTHING = -__builtin_inff();
         float *row = s + n * RUN;
@@ -251,19 +253,21 @@ class Reading {
         }
         if (a.mask) {
             const int64_t *stride = a.mask_stride;
-            const uint8_t *mask = a.mask + item * stride[0] + head_of(n) * stride[1] + n % a.queries * stride[2] + first * stride[3];
+            const uint8_t *mask =
+                a.mask + item * stride[0] + head_of(n) * stride[1] + n % a.queries * stride[2] + first * stride[3];
             for (int64_t j = 0; j < keys; j++) row[j] = mask[j * stride[3]] ? row[j] : NOTHING;
         }
     }
 
-    // Scores to weights relative to the running maximum; as `exponentials`, with keys along the lanes.
+    // Scores to weights relative to the running maximum: `exponentials`, with keys along the lanes.
     void soften(int64_t n, int64_t keys, float factor) {
         float *row = s + n * RUN;
         F most = load(row);
         for (int64_t j = W; j < keys; j += W) most = larger(most, load(row + j));
         top[n] = std::max(top[n], largest(most));
         const float now = top[n] == -__builtin_inff() ? 0.0f : top[n];
-        const bool nothing = !any(total[n] != 0.0f);  // no base yet: whatever it is shrunk by must not be inf
+        const bool nothing =
+            !any(total[n] != 0.0f);  // nothing was seen yet: the factor for the old sums must not be inf
         const F less = exp2(broadcast(nothing ? 0.0f : (base[n] - now) * factor));
         F sum = total[n] * less;
         for (int64_t j = 0; j < keys; j += W) {
@@ -288,18 +292,19 @@ class Reading {
 
     // o = o * shrink + p v
     void add(int64_t first, int64_t keys) {
-        with_whole_vectors(v + first * a.v_stride[2], a.v_stride[2], keys, a.value_width, [&](const auto *value, int64_t stride) {
-            over_tiles<2>(0, count, [&](int64_t n, auto qt) {
-                constexpr int QT = qt.value, ET = std::min(REGISTERS / 2 / QT, 8);
-                over_tiles<ET>(0, o_row / W, [&](int64_t x, auto et) {
-                    const int64_t e = x * W;
-                    weigh<QT, et.value>(value + e, stride, keys, s + n * RUN, shrink + n, o + n * o_row + e, o_row);
+        with_whole_vectors(
+            v + first * a.v_stride[2], a.v_stride[2], keys, a.value_width, [&](const auto *value, int64_t stride) {
+                over_tiles<2>(0, count, [&](int64_t n, auto qt) {
+                    constexpr int QT = qt.value, ET = std::min(REGISTERS / 2 / QT, 8);
+                    over_tiles<ET>(0, o_row / W, [&](int64_t x, auto et) {
+                        const int64_t e = x * W;
+                        weigh<QT, et.value>(value + e, stride, keys, s + n * RUN, shrink + n, o + n * o_row + e, o_row);
+                    });
                 });
             });
-        });
     }
 
-    // What `widen_row` took apart.
+    // Restores the order that `widen_row` changed.
     void in_order() {
         for (int64_t n = 0; n < count; n++) {
             for (int64_t e = 0; e + 2 * W <= o_row; e += 2 * W) {
@@ -311,7 +316,7 @@ class Reading {
         }
     }
 
-    // Whether a query sees a key.
+    // Whether a key is visible to a query.
     bool sees(int64_t n, int64_t key) const {
         if (key < low[n] || key >= high[n]) return false;
         const int64_t row = n % a.queries, *stride = a.mask_stride;
@@ -319,7 +324,7 @@ class Reading {
         return !a.mask || a.mask[item * stride[0] + head_of(n) * stride[1] + row * stride[2] + key * stride[3]];
     }
 
-    // The same as `add` where v may hold NaN or inf: of visible pairs alone, for 0 * NaN of a hidden one must not count.
+    // `add` if v has NaN or inf: only visible pairs, since 0 * NaN of a hidden one must not count.
     void add_carefully(int64_t first, int64_t keys) {
         for (int64_t n = 0; n < count; n++) {
             for (int64_t e = 0; e < a.value_width; e++) {
@@ -333,17 +338,17 @@ class Reading {
     }
 };
 
-// What a piece leaves behind.
+// The results of the pieces.
 struct Pieces {
     const regard_args &a;
-    int64_t count, queries, row;  // pieces and queries of a head, floats of an output
+    int64_t count, queries, row;  // pieces per head, queries per head, floats per output
     float *memory;
     float *output(int64_t number) const { return memory + number * queries * (row + 2); }
     float *maxima(int64_t number) const { return output(number) + queries * row; }
     float *sums(int64_t number) const { return maxima(number) + queries; }
 };
 
-// All pieces of a query into its output and log-sum-exp.
+// Merges all pieces of a query into its output and log-sum-exp.
 template <class T>
 void join(const Pieces &pieces, int64_t head, int64_t n) {
     const regard_args &a = pieces.a;
@@ -359,7 +364,7 @@ void join(const Pieces &pieces, int64_t head, int64_t n) {
     }
     alignas(64) float sum[256 + W] = {};
     for (int64_t p = head * pieces.count; p < (head + 1) * pieces.count; p++) {
-        // (A piece without weight adds 0, or the NaN of a value.)
+        // (A piece of weight 0 adds 0, or NaN if a value is NaN.)
         const double part = pieces.sums(p)[n] == 0.0f ? 0.0 : std::exp2((pieces.maxima(p)[n] - base) * factor);
         total += pieces.sums(p)[n] * part;
         const float *from = pieces.output(p) + n * pieces.row;
@@ -375,8 +380,8 @@ void join(const Pieces &pieces, int64_t head, int64_t n) {
     if (e < a.value_width) store_some(out + e, load(sum + e) * scale, a.value_width - e);
 }
 
-// Whether this is the faster way. The other one computes at least COLUMN lanes for each head, whatever it needs; where
-// keys are many and no heads share them it has to wait for memory just as well.
+// Whether this path is faster. The other one computes at least COLUMN lanes per head, even if fewer are needed; with
+// many keys that no heads share it is limited by memory as well.
 inline bool few(const regard_args &a) {
     const bool waits = a.groups == a.heads && a.keys >= 1024 && a.dtype == REGARD_FLOAT32;
     return a.queries <= (waits ? COLUMN : COLUMN / 2) && a.queries * (a.heads / a.groups) <= MOST;
@@ -384,12 +389,12 @@ inline bool few(const regard_args &a) {
 
 thread_local Scratch reading;
 
-// `memory` is the calling thread's.
+// `memory`: scratch of the calling thread.
 template <class T>
 void decode(const regard_args &a, Scratch &memory) {
     const int64_t heads = a.batch * a.groups, queries = a.queries * (a.heads / a.groups);
     if (heads * queries == 0) return;
-    // The keys that some query of an item may see.
+    // The keys visible to some query of a batch item.
     const auto seen = [&](int64_t item) {
         int64_t first = a.keys, last = 0;
         for (int64_t row = 0; row < a.queries; row++) {
@@ -404,14 +409,14 @@ void decode(const regard_args &a, Scratch &memory) {
         const auto [first, last] = seen(item);
         longest = std::max(longest, last - first);
     }
-    // Pieces hang on the shapes and the number of threads alone, and so do the results; who computes which does not.
+    // Pieces, and so the results, depend only on the shapes and the number of threads, not on the scheduling.
     const int64_t wanted = a.threads > 1 ? (4 * a.threads + heads - 1) / heads : 1;
     const int64_t count = std::max<int64_t>(1, std::min(wanted, longest / SHORTEST));
     Pieces pieces{a, count, queries, padded(a.value_width), nullptr};
     const size_t floats = (size_t)(heads * count * queries * (pieces.row + 2));
     memory.reserve((floats + (size_t)heads) * sizeof(float) + 2 * 64);
     pieces.memory = memory.take<float>(floats);
-    int32_t *left = memory.take<int32_t>((size_t)heads);  // pieces of a head
+    int32_t *left = memory.take<int32_t>((size_t)heads);  // pieces of a head that are not done
     std::fill(left, left + heads, (int32_t)count);
     const int64_t bytes = heads * longest * (a.width + a.value_width) * (int64_t)sizeof(T);
     const int threads = (int)std::min<int64_t>({a.threads, heads * count, 1 + bytes / (64 << 10)});
@@ -428,9 +433,10 @@ void decode(const regard_args &a, Scratch &memory) {
                 const int64_t to = first + (last - first) * (part + 1) / count;
                 Reading<T> piece(a, item, head % a.groups, reading, pieces.output(i));
                 piece.read(from, to, false);
-                if (any_mask(a) && !piece.finite()) piece.read(from, to, true);  // maybe 0 * NaN of a hidden key: rare
+                if (any_mask(a) && !piece.finite())
+                    piece.read(from, to, true);  // maybe from 0 * NaN of a hidden key: rare
                 piece.tell(pieces.maxima(i), pieces.sums(i));
-                // Who has a head's last piece joins them all: nobody waits for anybody, which takes long on a busy CPU.
+                // The thread that finishes the last piece of a head merges them all, so that none has to wait.
                 if (__atomic_sub_fetch(left + head, 1, __ATOMIC_ACQ_REL) == 0)
                     for (int64_t n = 0; n < queries; n++) join<T>(pieces, head, n);
             }
@@ -441,4 +447,4 @@ void decode(const regard_args &a, Scratch &memory) {
     if (failed) throw std::bad_alloc();
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -1,14 +1,14 @@
-// The C entry points: the call is checked, and the best of the instruction sets that the CPU has is taken.
+// The C entry points: check the call, and run it with the best instruction set of the CPU.
 #include <new>
 #include <system_error>
 
 #include "after_fork.h"
 #include "args.h"
 
-#define DECLARE(name)                                                \
-    namespace regard_##name {                                        \
-    void attention(const regard_args &);                             \
-    void backward(const regard_args &, const regard_gradients &);    \
+#define DECLARE(name)                                                                                                  \
+    namespace regard_##name {                                                                                          \
+        void attention(const regard_args &);                                                                           \
+        void backward(const regard_args &, const regard_gradients &);                                                  \
     }
 DECLARE(portable)
 DECLARE(avx2)
@@ -17,15 +17,15 @@ DECLARE(avx512_bf16)
 
 namespace {
 
-// What `kernel.cpp` became for one instruction set.
+// `kernel.cpp` compiled for one instruction set.
 struct Build {
-    bool here;  // whether the CPU has it
+    bool here;  // whether the CPU supports it
     void (*attention)(const regard_args &);
     void (*backward)(const regard_args &, const regard_gradients &);
 };
 
 Build build_of(int32_t isa) {
-// (REGARD_HAS_...: those that it was compiled for. A compiler that knows the last knows the others.)
+// (REGARD_HAS_...: the instruction sets it was compiled for. A compiler that supports one supports those before it.)
 #if defined(REGARD_HAS_AVX512)
     __builtin_cpu_init();
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -48,13 +48,13 @@ bool good_shape(const regard_args &a) {
     return a.width >= 1 && a.width <= 256 && a.value_width >= 1 && a.value_width <= 256;
 }
 
-// What the backward pass cannot do without. (It is written for float32 alone.)
+// Whether everything is given that the backward pass needs. (It supports float32 only.)
 bool complete(const regard_args &a, const regard_gradients &g) {
     const bool nothing = a.batch * a.heads * a.queries == 0;
     return a.dtype == REGARD_FLOAT32 && (nothing || (a.out && a.lse && g.d_out));
 }
 
-// The same call with no more threads than have something to do: another one takes microseconds to wake up.
+// The same call with fewer threads if there is little to do: waking a thread takes microseconds.
 regard_args with_busy_threads(const regard_args &a) {
     constexpr int64_t WORTH_WAKING = 1 << 18;  // products: a few microseconds
     const double products = (double)a.batch * a.heads * a.queries * a.keys * (a.width + a.value_width);
@@ -63,7 +63,7 @@ regard_args with_busy_threads(const regard_args &a) {
     return b;
 }
 
-// f(build), with all that can go wrong as a status. Exceptions end here: the caller speaks C.
+// f(build); exceptions become a status, since the caller is C.
 template <class Function>
 int32_t run(int32_t isa, Function f) {
     const Build build = build_of(isa == REGARD_AUTO ? regard_best_isa() : isa);
@@ -77,7 +77,7 @@ int32_t run(int32_t isa, Function f) {
                 status = REGARD_NO_MEMORY;
             }
         });
-    } catch (const std::system_error &) {  // no thread could be made
+    } catch (const std::system_error &) {  // no thread could be started
         status = REGARD_NO_MEMORY;
     }
     return status;
@@ -89,7 +89,7 @@ extern "C" int32_t regard_has_isa(int32_t isa) { return build_of(isa).here; }
 
 extern "C" int32_t regard_best_isa(void) {
     int32_t isa = REGARD_AVX512_BF16;
-    while (!build_of(isa).here) isa--;  // each has all that those before it have
+    while (!build_of(isa).here) isa--;  // (each includes those before it)
     return isa;
 }
 

@@ -1,4 +1,4 @@
-// One block of queries against all keys that it may see.
+// The forward pass: one block of queries against all keys visible to it.
 #pragma once
 #include <cstdlib>
 #include <new>
@@ -10,9 +10,9 @@
 
 namespace REGARD_NAMESPACE {
 
-constexpr size_t KEPT = 8 << 20;  // bytes of each scratch memory, from call to call: faster than new memory each time
+constexpr size_t KEPT = 8 << 20;  // bytes of scratch that are kept between calls, which is faster than allocating
 
-// Memory that a thread keeps from call to call, cut up anew for each.
+// Memory that a thread keeps between calls, from which each call takes its buffers.
 class Scratch {
     char *memory = nullptr;
     size_t size = 0, used = 0;
@@ -28,7 +28,7 @@ class Scratch {
         if (!memory) throw std::bad_alloc();
         size = bytes;
     }
-    // Gives back what is more than `bytes`.
+    // Frees the memory if it is more than `bytes`.
     void keep(size_t bytes) {
         if (size <= bytes) return;
         std::free(memory);
@@ -43,27 +43,27 @@ class Scratch {
     }
 };
 
-// A span that has been computed, for those who look at the weights afterwards.
+// A span whose weights are kept for the statistics.
 struct Seen {
     Span span;
-    const float *weights;             // (keys, LANES), relative to `base`
+    const float *weights;  // (keys, LANES), relative to `base`
     alignas(64) float base[LANES];
 };
 
-// What one thread works with.
+// Buffers of one thread.
 struct Desk {
     Scratch scratch;
     float *q, *o, *s, *kept, *bias, *keys, *values, *strip;
-    Pair *rounded;  // the weights in pairs of keys
+    Pair *rounded;  // weights as pairs of keys
     Rows rows;
     std::vector<Seen> seen;
-    std::vector<float> near;  // weights by offset, the largest first
-    float exponent = LOG2_E;  // what scores are multiplied by in the exponent, base 2
+    std::vector<float> near;  // sums of weights by offset, largest offset first
+    float exponent = LOG2_E;  // factor of scores in the exponent of 2
     alignas(64) int32_t drop_row[LANES];
-    alignas(64) float factor[LANES];  // of the weights: 1 / total; subnormal where a sink outweighs all keys by far
-    alignas(64) float log[LANES];     // ln of total: minus ln of factor
+    alignas(64) float factor[LANES];  // 1 / total; subnormal if a sink outweighs all keys by far
+    alignas(64) float log[LANES];     // ln of total
 
-    // Gives back what only a long text needs: a strip of 1,000,000 keys is 256 MB.
+    // Frees memory that only a long text needs: a strip of 1,000,000 keys is 256 MB.
     void keep(size_t bytes) {
         scratch.keep(bytes);
         if (seen.capacity() * sizeof(Seen) > bytes) std::vector<Seen>().swap(seen);
@@ -72,7 +72,8 @@ struct Desk {
 
     void lay(const regard_args &a, bool looking, size_t more) {
         const size_t block = KEYS * LANES, strip = looking ? (size_t)a.keys * LANES : 0;
-        const size_t floats = (a.width + a.value_width) * LANES + 4 * block + KEYS * (a.width + a.value_width) + strip + more;
+        const size_t floats =
+            (a.width + a.value_width) * LANES + 4 * block + KEYS * (a.width + a.value_width) + strip + more;
         scratch.reserve(floats * 4 + 16 * 64);
         q = scratch.take<float>(a.width * LANES);
         o = scratch.take<float>(a.value_width * LANES);
@@ -86,8 +87,8 @@ struct Desk {
     }
 };
 
-// Rows that lie apart, side by side: (B, N, H, D) strides land in few sets of the caches and a page each. Copied once per
-// block they cost little.
+// Copies strided rows to contiguous ones, which is cheap once per block: rows with (B, N, H, D) strides fall into few
+// cache sets, and into one page each.
 template <class T>
 const T *side_by_side(const T *from, int64_t stride, int64_t rows, int64_t width, float *to) {
     if (stride == width) return from;
@@ -95,22 +96,22 @@ const T *side_by_side(const T *from, int64_t stride, int64_t rows, int64_t width
     return (const T *)to;
 }
 
-// How many T a row of q or k has.
+// The number of T in a row of q or k.
 template <class T>
 int64_t width_of(const regard_args &a) {
     return std::is_same_v<T, Pair> ? (a.width + 1) / 2 : a.width;
 }
 
-// Whether rows can be read as pairs where they lie; else a copy is made by `to_pairs`.
+// Whether rows can be read as pairs in place; else `to_pairs` copies them.
 inline bool lies_in_pairs(const void *p, const int64_t (&stride)[3], int64_t width) {
     return ((uintptr_t)p / 2 | (uintptr_t)(stride[0] | stride[1] | stride[2] | width)) % 2 == 0;
 }
 inline void to_pairs(const BFloat16 *from, int64_t width, Pair *to) {
-    std::memset(to + (width - 1) / 2, 0, sizeof *to);  // an odd one has 0 beside it
+    std::memset(to + (width - 1) / 2, 0, sizeof *to);  // an odd width is padded with 0
     std::memcpy(to, from, (size_t)width * sizeof *from);
 }
 
-// The value of key j, which counts from an even key; pairs hold two keys.
+// The value of key j, counted from an even key; a pair has the values of two keys.
 inline float value_at(const float *v, int64_t stride, int64_t j, int64_t e) { return v[j * stride + e]; }
 inline float value_at(const Pair *v, int64_t stride, int64_t j, int64_t e) {
     return widened(BFloat16{(uint16_t)((uint32_t)v[j / 2 * stride + e] >> 16 * (j % 2))});
@@ -133,10 +134,11 @@ inline void values_of(const Pair *v, int64_t stride, const float *p, const Span 
     values(v, stride, desk.rounded, (keys + 1) / 2, width, span.lane, span.lanes_end, desk.rows.shrink, desk.o);
 }
 
-// The same where v may hold NaN or inf: of visible pairs alone, for 0 * NaN of a hidden one must not count. (That of a
-// visible one does, whatever its weight: as without a mask.)
+// The same if v has NaN or inf: only visible pairs, since 0 * NaN of a hidden one must not count. (NaN of a visible one
+// does, whatever its weight, as without a mask.)
 template <class T>
-void values_carefully(const T *v, int64_t stride, const float *p, const Plan &plan, const Span &span, int64_t width, Desk &desk) {
+void values_carefully(const T *v, int64_t stride, const float *p, const Plan &plan, const Span &span, int64_t width,
+                      Desk &desk) {
     const int64_t keys = span.last - span.first;
     for (int64_t j = 0; j < keys; j++) {
         for (int64_t e = 0; e < width; e++) {
@@ -155,27 +157,30 @@ void values_carefully(const T *v, int64_t stride, const float *p, const Plan &pl
     }
 }
 
-// Whether scores are more than q . k times a positive scale, which alone is left to the exponent's FMA; anything more is
-// computed in base e first.
+// Whether scores are more than q . k times a positive scale. The scale is part of the exponent's FMA; anything else is
+// computed first, in base e.
 inline bool transforms(const regard_args &a) { return a.softcap != 0.0f || a.bias || !(a.scale > 0.0f); }
-// What scores are multiplied by in the exponent, base 2.
-inline float exponent_of(const regard_args &a) { return transforms(a) ? LOG2_E : (float)(a.scale * 1.4426950408889634); }
+// The factor of scores in the exponent of 2.
+inline float exponent_of(const regard_args &a) {
+    return transforms(a) ? LOG2_E : (float)(a.scale * 1.4426950408889634);
+}
 
-// What they are multiplied by for base e: exactly, and not by way of base 2, for lse must agree with what the backward
-// pass computes again, however large the scores.
+// The factor of scores in base e. It is not derived from that in base 2, because lse must agree with what the backward
+// pass recomputes, however large the scores.
 inline double natural_of(const regard_args &a) { return transforms(a) ? 1.0 : a.scale; }
 
-// The queries into the lanes; nothing is seen yet.
+// Loads the queries into the lanes, and resets the running softmax.
 template <class T>
 void start(const regard_args &a, const Block &block, Desk &desk) {
     const int64_t at = block.item * a.q_stride[0] + block.head * a.q_stride[1] + block.row * a.q_stride[2];
     if constexpr (std::is_same_v<T, Pair>) {
-        // Pairs are turned as if they were floats.
+        // Pairs are transposed like floats.
         const BFloat16 *from = (const BFloat16 *)a.q + at;
         int64_t stride = a.q_stride[2] / 2;
         const int64_t width = width_of<Pair>(a);
         if (!lies_in_pairs(a.q, a.q_stride, a.width)) {
-            for (int i = 0; i < block.rows; i++) to_pairs(from + i * a.q_stride[2], a.width, (Pair *)desk.keys + i * width);
+            for (int i = 0; i < block.rows; i++)
+                to_pairs(from + i * a.q_stride[2], a.width, (Pair *)desk.keys + i * width);
             from = (const BFloat16 *)desk.keys;
             stride = width;
         }
@@ -196,13 +201,13 @@ void start(const regard_args &a, const Block &block, Desk &desk) {
     }
 }
 
-// The keys [from, to): scores, weights, and their sum of values; the rows of `desk` hold the rest. With `Look` the
-// weights stay in the strip. K and V hold T by now, whatever the call's dtype.
+// Processes the keys [from, to): scores, weights, weighted values; the state is in `desk.rows`. With `Look` the weights
+// are kept in the strip. K and V are of type T, whatever the dtype of the call.
 template <bool Look, class T>
 void advance(const regard_args &a, const Block &block, Desk &desk, bool careful, int64_t from, int64_t to) {
     const T *k = (const T *)a.k + block.item * a.k_stride[0] + block.group * a.k_stride[1];
     const T *v = (const T *)a.v + block.item * a.v_stride[0] + block.group * a.v_stride[1], *q = (const T *)desk.q;
-    constexpr int64_t TOGETHER = std::is_same_v<T, Pair> ? 2 : 1;  // keys of a row of v
+    constexpr int64_t TOGETHER = std::is_same_v<T, Pair> ? 2 : 1;  // keys per row of v
     const int64_t width = width_of<T>(a);
     Rows &rows = desk.rows;
     const bool transformed = transforms(a);
@@ -249,12 +254,12 @@ void advance(const regard_args &a, const Block &block, Desk &desk, bool careful,
 }
 
 struct RowEnd {
-    float factor;  // what weights relative to the last base are multiplied by: 1 / total
-    float log;     // minus its ln
+    float factor;  // of weights relative to the last base: 1 / total
+    float log;     // -ln(factor)
     float lse;
 };
 
-// The sink joins the total, as one more key. `before` is the last base, in base e.
+// Adds the sink to the total, as one more key. `before`: the last base, in base e.
 inline RowEnd end_of_row(const regard_args &a, int64_t item, int64_t head, double before, double total) {
     double base = before, shrink = 1.0;
     if (a.sinks) {
@@ -298,11 +303,11 @@ void finish(const regard_args &a, const Block &block, Desk &desk) {
         });
         return finite;
     };
-    if (!write() && any_mask(a)) {  // maybe 0 * NaN of a key that is hidden: rare, so it may cost
+    if (!write() && any_mask(a)) {  // maybe from 0 * NaN of a hidden key: rare, so it may be slow
         start<T>(a, block, desk);
         advance<Look, T>(a, block, desk, true, 0, a.keys);
         write();
     }
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -1,11 +1,11 @@
-// Compiled once for each instruction set, each time in a namespace of its own.
+// Compiled once per instruction set, each time in another namespace.
 #include "backward_schedule.h"
 #include "decode.h"
 #include "prepare.h"
 
 namespace REGARD_NAMESPACE {
 
-// The calling thread's scratch memory: what is more than the limit goes, also where there was not enough.
+// Frees scratch memory of the calling thread that is above the limit, also after std::bad_alloc.
 struct KeepLittle {
     ~KeepLittle() {
         packed.keep(4 * KEPT);  // keys and values of all heads

@@ -1,10 +1,10 @@
-// Between rows in memory and lanes: transposing blocks, W x W at a time.
+// Transposes rows in memory to lanes and back, in W x W blocks.
 #pragma once
 #include "micro.h"
 
 namespace REGARD_NAMESPACE {
 
-// to[x][lane] = from[lane][x] for `rows` lanes and `width` numbers; the lanes beyond up to `lanes` become 0.
+// to[x][lane] = from[lane][x] for `rows` lanes and `width` numbers; the lanes from `rows` to `lanes` become 0.
 template <class T>
 void rows_to_lanes(const T *from, int64_t stride, int64_t rows, int lanes, int64_t width, float *to) {
     for (int lane = 0; lane < lanes; lane += W) {
@@ -30,10 +30,10 @@ void rows_to_lanes(const T *from, int64_t stride, int64_t rows, int lanes, int64
     }
 }
 
-// to[lane][x] = from[x][lane] * factor[lane]. False where a number is not finite.
+// to[lane][x] = from[x][lane] * factor[lane]. Returns false if a number is not finite.
 template <class T>
 bool lanes_to_rows(const float *from, int64_t rows, int64_t width, const float *factor, T *to, int64_t stride) {
-    F odd = {};  // 0 * x is 0, or NaN where x is not finite
+    F odd = {};  // 0 * x is NaN if x is not finite, else 0
     float odd_one = 0.0f;
     for (int64_t lane = 0; lane < rows; lane += W) {
         const int64_t here = rows - lane < W ? rows - lane : W;
@@ -63,7 +63,7 @@ bool lanes_to_rows(const float *from, int64_t rows, int64_t width, const float *
     return !any(odd != odd) && odd_one == odd_one;
 }
 
-// to[j][lane] = from[lane][j], any strides: blocks of a dense bias.
+// to[j][lane] = from[lane][j] with any strides, for blocks of a dense bias.
 inline void block_to_lanes(const float *from, int64_t row_stride, int64_t key_stride, int64_t rows, int lanes,
                            int64_t keys, float *to) {
     if (key_stride == 1) {
@@ -75,4 +75,4 @@ inline void block_to_lanes(const float *from, int64_t row_stride, int64_t key_st
     }
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -1,17 +1,17 @@
 // The matrix products, in registers. Everything is laid out with *queries along the lanes*: a block of up to LANES
 // queries is transposed once, and then
 //
-//     S^T (keys x lanes)  = K (keys x D) Q^T (D x lanes)        K is read as it lies: its numbers are broadcast
+//     S^T (keys x lanes)  = K (keys x D) Q^T (D x lanes)        K is read in place, its numbers are broadcast
 //     O^T (E x lanes)    += V^T (E x keys) P^T (keys x lanes)   V likewise
 //
-// so neither K nor V is ever packed or transposed, softmax runs down the columns without a horizontal step, and each
-// lane is one query: maxima, sums and statistics are plain vector arithmetic.
+// so neither K nor V is packed or transposed, softmax has no horizontal reduction, and each lane is one query: maxima,
+// sums and statistics are plain vector arithmetic.
 //
-// The backward pass has a third one, where queries are what is summed over:
+// The backward pass has a third product, which sums over queries:
 //
-//     dV (keys x E)      += P^T (keys x lanes) dO (lanes x E)   the width lies along the vectors, P^T is broadcast
+//     dV (keys x E)      += P^T (keys x lanes) dO (lanes x E)   the width is along the vectors, P^T is broadcast
 //
-// What is multiplied is T: float, or pairs of bfloat16 numbers, of which half as many fill a width, or the keys of p v.
+// T is the type of the operands: float, or pairs of bfloat16 along the width (or along the keys, for p v).
 #pragma once
 #include <array>
 #include <utility>
@@ -20,15 +20,16 @@
 
 namespace REGARD_NAMESPACE {
 
-constexpr int LANES = 64;   // queries of a block; every lane-wise array has rows of so many
-constexpr int COLUMN = 16;  // lanes are switched on and off by columns of so many
-constexpr int VECTORS = REGISTERS == 32 ? 4 : 2;  // of a tile, side by side
+constexpr int LANES = 64;                         // queries per block, and the row length of every array with lanes
+constexpr int COLUMN = 16;                        // lanes are skipped in groups of so many
+constexpr int VECTORS = REGISTERS == 32 ? 4 : 2;  // per row of a tile
 
-// How many rows a tile of NV vectors has: as many as the registers hold besides NV operands and a broadcast.
+// The number of rows of a tile of NV vectors: as many as fit in the registers beside NV operands and a broadcast.
 constexpr int rows_of(int nv) { return REGISTERS == 32 ? (nv == 4 ? 6 : nv == 3 ? 8 : 12) : (nv == 2 ? 6 : 10); }
 constexpr int MOST_ROWS = REGISTERS == 32 ? 12 : 10;
 
-// R keys against NV vectors of queries, over some of the width; with `Add` on top of what is in s. `top` is the running maximum of each lane, `at` the key that has it.
+// R keys against NV vectors of queries, over part of the width; with `Add` added to s. `top` is the running maximum of
+// each lane, `at` its key.
 template <int R, int NV, bool Add, bool Max, bool Where, class T>
 void scores_tile(const T *k, int64_t k_stride, const T *q, int64_t width, float *s, float *top, int32_t *at,
                  int32_t key) {
@@ -91,8 +92,8 @@ void values_tile(const T *v, int64_t v_stride, const T *p, int64_t keys, const f
     }
 }
 
-// R rows of weights against NV vectors of what `lanes` queries hold: to += p rows. The sum starts from 0 and is added as a
-// whole: over thousands of queries, sums of sums have less rounding error than a long one.
+// R rows of weights against NV vectors of the rows of `lanes` queries: to += p rows. The sum starts from 0 and is added
+// at once: over thousands of queries, sums of sums have less rounding error than a long sum.
 template <int R, int NV>
 void rows_tile(const float *p, int64_t lanes, const float *rows, int64_t stride, float *to) {
     F sum[R][NV] = {};
@@ -143,9 +144,9 @@ void scores_strip(const T *k, int64_t k_stride, int64_t keys, const T *q, int64_
     constexpr int R = rows_of(NV);
     int64_t j = 0;
     for (; j + R <= keys; j += R)
-        scores_tile<R, NV, Add, Max, Where>(k + j * k_stride, k_stride, q, width, s + j * LANES, top, at, key + (int32_t)j);
-    if (j < keys)
-        tiles[keys - j - 1](k + j * k_stride, k_stride, q, width, s + j * LANES, top, at, key + (int32_t)j);
+        scores_tile<R, NV, Add, Max, Where>(k + j * k_stride, k_stride, q, width, s + j * LANES, top, at,
+                                            key + (int32_t)j);
+    if (j < keys) tiles[keys - j - 1](k + j * k_stride, k_stride, q, width, s + j * LANES, top, at, key + (int32_t)j);
 }
 
 template <int NV, class T>
@@ -167,7 +168,7 @@ void rows_strip(const float *p, int64_t keys, int64_t lanes, const float *rows, 
     if (j < keys) tiles[keys - j - 1](p + j * LANES, lanes, rows, stride, to + j * stride);
 }
 
-// For each tile's width of vectors among the lanes [first, last): f(lane, width as a type).
+// f(lane, NV as a type) for the tiles, NV vectors wide, that cover the lanes [first, last).
 template <int NV = VECTORS, class Function>
 inline void over_lanes(int first, int last, Function f) {
     int lane = first;
@@ -177,13 +178,14 @@ inline void over_lanes(int first, int last, Function f) {
     }
 }
 
-// Widths are summed up in pieces of at most so many: the queries' piece stays in the L1 cache, and sums of sums have
-// less rounding error than long ones.
-constexpr int64_t PIECE = W > 4 ? 96 : 32;  // (without FMA products are rounded, too)
+// The width is summed in pieces of at most so many: a piece of the queries stays in the L1 cache, and sums of sums have
+// less rounding error than long sums.
+constexpr int64_t PIECE = W > 4 ? 96 : 32;  // (without FMA, products are rounded as well)
 
-// s[j][lane] = k[j] . q[lane]; with `Max` also the running maximum, with `Where` also whose it is.
+// s[j][lane] = k[j] . q[lane]; with `Max` also the running maximum, with `Where` also its key.
 template <bool Max, bool Where, class T>
-void scores(const T *k, int64_t k_stride, int64_t keys, const T *q, int64_t width, int first, int last, float *s, float *top, int32_t *at, int32_t key) {
+void scores(const T *k, int64_t k_stride, int64_t keys, const T *q, int64_t width, int first, int last, float *s,
+            float *top, int32_t *at, int32_t key) {
     const int64_t pieces = (width + PIECE - 1) / PIECE;
     over_lanes(first, last, [&](int lane, auto nv) {
         constexpr int NV = nv.value;
@@ -194,7 +196,8 @@ void scores(const T *k, int64_t k_stride, int64_t keys, const T *q, int64_t widt
             float *to = s + lane, *tops = Max ? top + lane : nullptr;
             int32_t *places = Where ? at + lane : nullptr;
             if (i + 1 < pieces) {
-                if (i == 0) scores_strip<NV, false, false, false>(x, k_stride, keys, y, some, to, nullptr, nullptr, key);
+                if (i == 0)
+                    scores_strip<NV, false, false, false>(x, k_stride, keys, y, some, to, nullptr, nullptr, key);
                 else scores_strip<NV, true, false, false>(x, k_stride, keys, y, some, to, nullptr, nullptr, key);
             } else {
                 if (i == 0) scores_strip<NV, false, Max, Where>(x, k_stride, keys, y, some, to, tops, places, key);
@@ -219,4 +222,4 @@ inline void weigh_rows(const float *p, int64_t keys, int64_t lanes, const float 
     over_lanes(0, (int)width, [&](int x, auto nv) { rows_strip<nv.value>(p, keys, lanes, rows + x, width, to + x); });
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -1,5 +1,5 @@
-// Numbers of 16 bits: widened to float32 where they are loaded, rounded to the nearest (ties to even) where they are
-// stored. NaN stays NaN. Nothing here hangs on how the CPU treats subnormal numbers, which the workers switch off.
+// 16-bit numbers: widened to float32 when loaded, rounded to nearest (ties to even) when stored. NaN stays NaN. The
+// code does not depend on the CPU's mode for subnormal numbers, which the workers flush to zero.
 #pragma once
 #include "args.h"
 #include "simd.h"
@@ -32,7 +32,7 @@ inline H narrow(F x, Float16) { return (H)_mm256_cvtps_ph((__m256)x, _MM_FROUND_
 #else
 inline F widen(H x, Float16) {
     const U all = __builtin_convertvector(x, U), size = all & 0x7fffu;
-    const F small = __builtin_convertvector((I)size, F) * 0x1p-24f;  // a subnormal is a count of 2 ** -24
+    const F small = __builtin_convertvector((I)size, F) * 0x1p-24f;  // a subnormal is a multiple of 2 ** -24
     const U moved = (size << 13) + (112u << 23);                     // the exponents' biases differ by 127 - 15
     const U beyond = moved + (112u << 23);                           // inf and NaN have the largest exponent
     const I large = choose((I)size >= 0x7c00, (I)beyond, (I)moved);
@@ -40,7 +40,7 @@ inline F widen(H x, Float16) {
 }
 inline H narrow(F x, Float16) {
     const U size = (U)x & 0x7fffffffu;
-    const U small = (U)((F)size + 0.5f) - (U)broadcast(0.5f);  // 0.5 has the unit 2 ** -24: the addition rounds
+    const U small = (U)((F)size + 0.5f) - (U)broadcast(0.5f);  // the ulp of 0.5 is 2 ** -24, so the addition rounds
     const U less = size - (112u << 23);
     const U moved = (less + 0xfffu + ((less >> 13) & 1u)) >> 13;
     I to = choose((I)size < 0x38800000, (I)small, (I)moved);
@@ -62,7 +62,7 @@ inline void store(T *p, F x) {
     std::memcpy(p, &y, sizeof y);
 }
 
-// The first `count` numbers, fewer than W; the rest is 0, and is not read.
+// Loads the first `count` numbers, fewer than W; the rest is 0 and not read.
 template <class T>
 inline F load_some(const T *p, int64_t count) {
     T some[W] = {};
@@ -88,13 +88,13 @@ inline void put(T *p, float x) {
     store_some(p, broadcast(x), 1);
 }
 
-// Two bfloat16 numbers side by side: neighbours in a row of q and k, the same column of two neighbouring rows of v. The
-// CPU multiplies such pairs and adds both products to a float32, at twice the speed of float32.
+// Two bfloat16 numbers: neighbours in a row of q or k, or the same column of two neighbouring rows of v. The CPU
+// multiplies pairs and adds both products to a float32, at twice the speed of float32.
 typedef int32_t Pair;
 
 inline F add_product(F sum, F a, F b) { return sum + a * b; }
 #if defined(__AVX512BF16__)
-constexpr bool PAIRS = true;  // worth it
+constexpr bool PAIRS = true;  // faster than float32
 inline F add_product(F sum, I a, I b) { return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b); }
 
 template <int... i>
@@ -102,7 +102,7 @@ inline I interleave(__m512bh apart, std::integer_sequence<int, i...>) {
     typedef int16_t S __attribute__((vector_size(64)));
     return (I)__builtin_shuffle((S)apart, S{(i / 2 + i % 2 * W)...});
 }
-// Lane by lane the pairs of two vectors, rounded.
+// The pairs of two vectors, lane by lane, rounded to bfloat16.
 inline I paired(F first, F second) {
     return interleave(_mm512_cvtne2ps_pbh((__m512)second, (__m512)first), std::make_integer_sequence<int, 2 * W>{});
 }
@@ -118,7 +118,7 @@ inline I paired(F first, F second) {
 }
 #endif
 
-// f(T{}) with the type that `dtype` names.
+// f(T{}) with the type of `dtype`.
 template <class Function>
 inline void with_dtype(int32_t dtype, Function f) {
     if (dtype == REGARD_BFLOAT16) f(BFloat16{});
@@ -126,4 +126,4 @@ inline void with_dtype(int32_t dtype, Function f) {
     else f(float{});
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

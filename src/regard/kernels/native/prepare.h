@@ -1,5 +1,5 @@
-// From the dtype of a call to what the products multiply: float32, or pairs of bfloat16 where the CPU has instructions
-// for these. Queries are turned into lanes block by block and follow by themselves; keys and values are copied once.
+// Converts keys and values to the type of the products: float32, or pairs of bfloat16 if the CPU has instructions for
+// them. They are copied once; queries are converted when a block is transposed to lanes.
 #pragma once
 #include "schedule.h"
 
@@ -13,12 +13,12 @@ void copy_row(const T *from, int64_t width, float *to) {
     for (; x < width; x++) to[x] = widened(from[x]);
 }
 
-// Two rows, number by number; `second` may be null: 0.
+// Interleaves two rows to pairs; `second` may be null for 0.
 inline void pair_rows(const BFloat16 *first, const BFloat16 *second, int64_t width, Pair *to) {
     for (int64_t x = 0; x < width; x++) to[x] = (Pair)(first[x].bits | (uint32_t)(second ? second[x].bits : 0) << 16);
 }
 
-// Whether so many queries meet each key that keys and values are better copied once for all than by every block.
+// Whether there are so many queries per key that copying keys and values once is faster than in every block.
 inline bool many(const regard_args &a) { return a.queries * (a.heads / a.groups) >= 4 * LANES; }
 inline size_t key_rows(const regard_args &a) { return (size_t)(a.batch * a.groups * a.keys); }
 
@@ -33,9 +33,8 @@ void in_floats(const regard_args &a, Function run) {
         packed.reserve(key_rows(a) * (size_t)(a.width * keys + a.value_width * values) * sizeof(float) + 128);
         const auto copied = [&](const void *from, int64_t (&stride)[3], int64_t width) {
             const int64_t apart = stride[2];
-            return pack<float>(a, (const T *)from, stride, a.keys, width, [&](const T *rows, int64_t j, float *to) {
-                copy_row(rows + j * apart, width, to);
-            });
+            return pack<float>(a, (const T *)from, stride, a.keys, width,
+                               [&](const T *rows, int64_t j, float *to) { copy_row(rows + j * apart, width, to); });
         };
         if (keys) b.k = copied(a.k, b.k_stride, a.width);
         if (values) b.v = copied(a.v, b.v_stride, a.value_width);
@@ -52,20 +51,20 @@ void in_pairs(const regard_args &a, Function run) {
     if (lies_in_pairs(a.k, a.k_stride, a.width) && !(many(a) && a.k_stride[2] != a.width)) {
         for (int64_t &stride : b.k_stride) stride /= 2;
     } else {
-        b.k = pack<Pair>(a, (const BFloat16 *)a.k, b.k_stride, a.keys, width, [&](const BFloat16 *k, int64_t j, Pair *to) {
-            to_pairs(k + j * a.k_stride[2], a.width, to);
-        });
+        b.k = pack<Pair>(a, (const BFloat16 *)a.k, b.k_stride, a.keys, width,
+                         [&](const BFloat16 *k, int64_t j, Pair *to) { to_pairs(k + j * a.k_stride[2], a.width, to); });
     }
     if (a.out) {
-        b.v = pack<Pair>(a, (const BFloat16 *)a.v, b.v_stride, pairs, a.value_width, [&](const BFloat16 *v, int64_t j, Pair *to) {
-            const BFloat16 *first = v + 2 * j * a.v_stride[2];
-            pair_rows(first, 2 * j + 1 < a.keys ? first + a.v_stride[2] : nullptr, a.value_width, to);
-        });
+        b.v = pack<Pair>(a, (const BFloat16 *)a.v, b.v_stride, pairs, a.value_width,
+                         [&](const BFloat16 *v, int64_t j, Pair *to) {
+                             const BFloat16 *first = v + 2 * j * a.v_stride[2];
+                             pair_rows(first, 2 * j + 1 < a.keys ? first + a.v_stride[2] : nullptr, a.value_width, to);
+                         });
     }
     run(b, Pair{});
 }
 
-// run(call, T{}) with a call whose k and v hold T, by strides that count T.
+// run(call, T{}) with a call whose k and v are of type T, with strides in T.
 template <class Function>
 void prepare(const regard_args &a, Function run) {
     if constexpr (PAIRS)
@@ -73,4 +72,4 @@ void prepare(const regard_args &a, Function run) {
     in_floats(a, run);
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -1,4 +1,4 @@
-// All blocks of a call, over the threads.
+// Distributes the blocks of a call over threads.
 #pragma once
 #include <omp.h>
 
@@ -8,7 +8,7 @@
 
 namespace REGARD_NAMESPACE {
 
-// Queries per block: LANES, or fewer where there would not be enough blocks to keep the threads busy.
+// Queries per block: LANES, or fewer if there would not be enough blocks for all threads.
 inline int rows_per_block(const regard_args &a) {
     int rows = LANES;
     while (rows > COLUMN && a.batch * a.heads * ((a.queries + rows - 1) / rows) < 3 * a.threads) rows /= 2;
@@ -16,12 +16,12 @@ inline int rows_per_block(const regard_args &a) {
 }
 
 struct Work {
-    const regard_args &a;  // outlives it
-    int rows;        // of a block
-    int64_t blocks;  // of a head
+    const regard_args &a;  // (a reference that outlives this)
+    int rows;              // of a block
+    int64_t blocks;        // of a head
     explicit Work(const regard_args &a) : a(a), rows(rows_per_block(a)), blocks((a.queries + rows - 1) / rows) {}
 
-    // The last rows first: where attention is causal they are the heaviest, and the light ones even out the end.
+    // The last rows first: with a causal mask they are the most expensive; cheap ones at the end balance the load.
     Block block(int64_t head, int64_t number) const {
         Block b;
         b.item = head / a.heads;
@@ -40,16 +40,16 @@ thread_local Desk team[TEAM];
 inline void keep_desks() {
     for (Desk &desk : team) desk.keep(KEPT);
 }
-thread_local Scratch packed, part_sums;  // the calling thread's
+thread_local Scratch packed, part_sums;  // of the calling thread
 
-// Keys or values as the blocks of queries want them, copied once for all of them: side by side where their rows lie apart,
-// as in (B, N, H, D), and as T. copy(j, to) fills row j of `rows`.
+// Copies keys or values once for all blocks of queries: contiguous, even if their strides are those of (B, N, H, D),
+// and of type T. copy(rows, j, to) writes row j.
 template <class T, class From, class Copy>
 const T *pack(const regard_args &a, const From *from, int64_t (&stride)[3], int64_t rows, int64_t width, Copy copy) {
     T *to = packed.take<T>((size_t)(a.batch * a.groups * rows * width));
     constexpr int64_t RUN = 128;
     const int64_t runs = (rows + RUN - 1) / RUN;
-    // A little is copied sooner than other threads wake up.
+    // A small copy is faster than waking other threads.
     const int64_t bytes = a.batch * a.groups * rows * width * (int64_t)sizeof(T);
     const int threads = (int)std::min<int64_t>(a.threads, 1 + bytes / (512 << 10));
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -64,8 +64,7 @@ const T *pack(const regard_args &a, const From *from, int64_t (&stride)[3], int6
     return to;
 }
 
-// A team of blocks through all keys, side by side: chunk by chunk, so that the keys and values of a chunk are read from the
-// L2 cache by all but the first.
+// A team of blocks goes through the keys chunk by chunk, so that all but the first read a chunk from the L2 cache.
 template <bool Look, class T>
 void go_through(const regard_args &a, const Block *blocks, int64_t count) {
     for (int64_t m = 0; m < count; m++) start<T>(a, blocks[m], team[m]);
@@ -75,7 +74,7 @@ void go_through(const regard_args &a, const Block *blocks, int64_t count) {
     for (int64_t m = 0; m < count; m++) finish<Look, T>(a, blocks[m], team[m]);
 }
 
-// How many blocks of queries make a team: 1, unless the keys and values of a head outgrow the L2 cache.
+// The number of blocks in a team: 1, unless the keys and values of a head do not fit in the L2 cache.
 template <class T>
 int64_t team_size(const Work &work) {
     const regard_args &a = work.a;
@@ -97,7 +96,7 @@ void plain(const Work &work) {
         try {
             for (int m = 0; m < size; m++) {
                 team[m].lay(a, false, 0);
-                team[m].s = team[0].s;  // what lasts for one span is shared
+                team[m].s = team[0].s;  // buffers for one span are shared
             }
             for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < heads * teams;) {
                 const int64_t head = i / teams, first = i % teams * size, count = std::min(size, work.blocks - first);
@@ -113,14 +112,14 @@ void plain(const Work &work) {
     if (failed) throw std::bad_alloc();
 }
 
-// Parts of a head are fixed by the shapes and the number of threads; who computes which is not.
+// The parts of a head depend only on the shapes and the number of threads, not on which thread computes which.
 template <class T>
 void looking(const Work &work) {
     const regard_args &a = work.a;
     const int64_t heads = a.batch * a.heads;
     const int64_t parts = std::max<int64_t>(1, std::min(work.blocks, (8 * a.threads + heads - 1) / heads));
     const int64_t sums_size = part_size(a), offsets = a.offsets_before + 1 + a.offsets_after;
-    // Each of a team keeps a strip of its weights: no more of them than the caches hold.
+    // Each block of a team keeps a strip of its weights: only as many as fit in the caches.
     const int64_t strip = a.keys * LANES * (int64_t)sizeof(float);
     const int64_t size = std::max<int64_t>(1, std::min(team_size<T>(work), STRIPS / strip));
     part_sums.reserve((size_t)(heads * parts * sums_size) * sizeof(float) + 64);
@@ -148,7 +147,7 @@ void looking(const Work &work) {
             for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < heads * parts;) {
                 const Part part = part_at(i);
                 std::memset(sums + i * sums_size, 0, (size_t)sums_size * sizeof(float));
-                // Every parts-th block: heavy and light ones alike.
+                // Every parts-th block, so that expensive and cheap ones are balanced.
                 for (int64_t b = i % parts; b < work.blocks; b += parts * size) {
                     Block blocks[TEAM];
                     int64_t count = 0;
@@ -182,4 +181,4 @@ void looking(const Work &work) {
     if (failed) throw std::bad_alloc();
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

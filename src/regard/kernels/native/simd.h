@@ -1,5 +1,5 @@
-// A vector of W floats, W fixed at compile time by the instruction set. Arithmetic is that of GCC's vector extensions
-// (a * b + c becomes one FMA under -ffp-contract=fast); only what these lack is written with intrinsics.
+// A vector of W floats; the instruction set determines W at compile time. Arithmetic uses GCC's vector extensions
+// (a * b + c becomes one FMA under -ffp-contract=fast), with intrinsics only for what they lack.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -37,13 +37,13 @@ inline I load(const int32_t *p) {
 }
 inline void store(float *p, F x) { std::memcpy(p, &x, sizeof x); }
 inline void store(int32_t *p, I x) { std::memcpy(p, &x, sizeof x); }
-inline F broadcast(float x) { return x - F{}; }  // (0 + x would be an addition: it makes 0 of -0)
+inline F broadcast(float x) { return x - F{}; }  // (0 + x would turn -0 into 0)
 inline I broadcast(int32_t x) { return x - I{}; }
 
 template <class T>
 using Vector = decltype(load((const T *)nullptr));
 
-// The larger of two; a NaN in b stays, one in a is lost.
+// The larger of two; a NaN in b is kept, a NaN in a is lost.
 inline F larger(F a, F b) {
 #if defined(__AVX512F__)
     return (F)_mm512_max_ps((__m512)a, (__m512)b);
@@ -56,7 +56,7 @@ inline F larger(F a, F b) {
 #endif
 }
 
-// A product as it is rounded, and not fused with what it is added to.
+// Rounds a product: keeps the compiler from fusing it with a following addition.
 inline F rounded(F product) {
 #if defined(__AVX512F__)
     asm("" : "+v"(product));
@@ -66,7 +66,7 @@ inline F rounded(F product) {
     return product;
 }
 
-// where ? a : b, lane by lane; `where` is a comparison's result.
+// where ? a : b, lane by lane; `where` is the result of a comparison.
 inline F choose(I where, F a, F b) { return where ? a : b; }
 inline I choose(I where, I a, I b) { return where ? a : b; }
 
@@ -82,8 +82,8 @@ inline bool any(I where) {
 #endif
 }
 
-// 2 ** x for x <= about 0 (up to 127), within 0.7 ulp; below -126 exactly 0; NaN stays NaN. `x` is clamped on the way,
-// and handed back so: 0 * x is then 0 and not NaN where x was -inf.
+// 2 ** x for x <= about 0 (up to 127), within 0.7 ulp; below -126 exactly 0; NaN stays NaN. `x` is clamped in
+// place, so that 0 * x is 0 and not NaN if x was -inf.
 inline F exp2_clamped(F &x) {
     const F lowest = broadcast(-127.0f);
     x = larger(lowest, x);
@@ -104,7 +104,7 @@ inline F exp2_clamped(F &x) {
     p = p * f + 0x1.62e43p-1f;
     p = p * f + 1.0f;
 #if defined(__AVX512F__)
-    // 2 ** -127 is subnormal: flushed to zero, as the workers run
+    // 2 ** -127 is subnormal, and the workers flush it to zero
     return (F)_mm512_scalef_ps((__m512)p, (__m512)n);
 #elif defined(__AVX2__)
     const I e = (I)_mm256_cvtps_epi32((__m256)n);
@@ -145,7 +145,7 @@ inline F interleave_high(F a, F b, std::integer_sequence<int, lane...>) {
 inline F interleave_low(F a, F b) { return interleave_low(a, b, std::make_integer_sequence<int, W>{}); }
 inline F interleave_high(F a, F b) { return interleave_high(a, b, std::make_integer_sequence<int, W>{}); }
 
-// Transpose W x W in place: log2(W) perfect shuffles of the whole.
+// Transpose W x W in place: log2(W) perfect shuffles of the matrix.
 inline void transpose(F (&x)[W]) {
     F y[W];
 #pragma GCC unroll 4
@@ -184,7 +184,7 @@ inline float largest(F x) {
     else return largest<by / 2>(larger(x, rotate<by>(x, std::make_integer_sequence<int, W>{})));
 }
 
-// Subnormal numbers cost hundreds of cycles each, and saturated softmax is full of them: none while this lives.
+// Flushes subnormals to zero in its scope: they cost hundreds of cycles each, and a saturated softmax has many.
 class FlushSubnormals {
 #if defined(__SSE2__)
     unsigned before = _mm_getcsr();
@@ -200,7 +200,7 @@ class FlushSubnormals {
     FlushSubnormals(const FlushSubnormals &) = delete;
 };
 
-// Within the scope of the former: where a subnormal number must be told from 0.
+// Allows subnormals again within that scope, where they must differ from 0.
 class AllowSubnormals {
 #if defined(__SSE2__)
     unsigned before = _mm_getcsr();
@@ -216,4 +216,4 @@ class AllowSubnormals {
     AllowSubnormals(const AllowSubnormals &) = delete;
 };
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -1,4 +1,4 @@
-// Online softmax, a query to a lane: from scores to weights relative to the running maximum of each row.
+// Online softmax, one query per lane: from scores to weights relative to the running maximum of each row.
 #pragma once
 #include <cmath>
 
@@ -9,14 +9,14 @@ namespace REGARD_NAMESPACE {
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 
-// What is known of each row so far. `base` is what is subtracted from scores: the maximum, or 0 where nothing was seen.
-// It is subtracted before anything is multiplied: the largest weight is 1 exactly, however large the scores.
+// The running softmax of each row. `base` is subtracted from scores: it is the maximum, or 0 if no key was visible yet.
+// It is subtracted before scores are multiplied, so that the largest weight is exactly 1, however large the scores.
 struct Rows {
-    alignas(64) float top[LANES];     // the largest score
+    alignas(64) float top[LANES];  // the largest score
     alignas(64) float base[LANES];
     alignas(64) float total[LANES];   // sum of weights
-    alignas(64) float logs[LANES];    // sum of weight * log2(weight): entropy comes of it
-    alignas(64) float shrink[LANES];  // what sums relative to the former base are multiplied by
+    alignas(64) float logs[LANES];    // sum of weight * log2(weight), for the entropy
+    alignas(64) float shrink[LANES];  // factor for sums relative to the previous base
     alignas(64) int32_t at[LANES];    // the key of the largest score
 
     void begin() {
@@ -28,8 +28,8 @@ struct Rows {
     }
 };
 
-// The scores' own arithmetic where there is more than a positive scale: softcap, bias. In place, in base e. `slope` takes
-// the softcap's derivative, where it is wanted.
+// Applies scale, softcap and bias to the scores, in place, in base e. Stores the derivative of the softcap in `slope`,
+// if given.
 inline void transform(float *s, int64_t keys, int first, int last, float scale, float softcap, const float *bias,
                       float *slope = nullptr) {
     const float inner = softcap != 0.0f ? scale / softcap : scale;
@@ -48,7 +48,7 @@ inline void transform(float *s, int64_t keys, int first, int last, float scale, 
     }
 }
 
-// The running maximum, where the product has not taken it along.
+// The running maximum, if the product did not compute it.
 inline void maxima(const float *s, int64_t keys, int first, int last, Rows &rows, int32_t key) {
     for (int lane = first; lane < last; lane += W) {
         F top = load(rows.top + lane);
@@ -63,10 +63,10 @@ inline void maxima(const float *s, int64_t keys, int first, int last, Rows &rows
     }
 }
 
-// s becomes 2 ** ((s - base) * factor) with the base of the new maximum; sums follow.
+// s = 2 ** ((s - base) * factor), with the new maximum as base; updates the sums.
 template <bool Logs, int NV>
 void exponentials_strip(float *s, int64_t keys, float factor, Rows &rows, int lane) {
-    // What these keys add up to is added as a whole: sums of sums have less rounding error than long ones.
+    // The sum over these keys is added at once: sums of sums have less rounding error than long sums.
     F base[NV], total[NV] = {}, logs[NV] = {};
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) {
@@ -74,7 +74,7 @@ void exponentials_strip(float *s, int64_t keys, float factor, Rows &rows, int la
         const F top = load(rows.top + i), before = load(rows.base + i), sum = load(rows.total + i);
         const I nothing = top == -__builtin_inff();
         base[v] = choose(nothing, F{}, top);
-        // A sum of 0 has no base yet: whatever it is shrunk by must not be inf.
+        // A sum of 0 has no base yet: its factor must not be inf.
         const F fall = choose(sum == 0.0f, F{}, (before - base[v]) * factor);
         const F shrink = exp2(fall);
         store(rows.total + i, sum * shrink);
@@ -103,10 +103,11 @@ void exponentials_strip(float *s, int64_t keys, float factor, Rows &rows, int la
 
 template <bool Logs>
 void exponentials(float *s, int64_t keys, int first, int last, float factor, Rows &rows) {
-    over_lanes(first, last, [&](int lane, auto nv) { exponentials_strip<Logs, nv.value>(s, keys, factor, rows, lane); });
+    over_lanes(first, last,
+               [&](int lane, auto nv) { exponentials_strip<Logs, nv.value>(s, keys, factor, rows, lane); });
 }
 
-// Whether dropout keeps a weight, by the hashes of its row and column. (Unsigned arithmetic wraps; the shift is signed.)
+// Whether dropout keeps a weight, by the hashes of its row and column. (Products wrap unsigned; the shift is signed.)
 template <class Signed, class Unsigned>
 inline auto stays(Signed row, Signed col, int32_t threshold) {
     Signed x = (Signed)((Unsigned)(row ^ col) * 0x2C1B3C6Du);
@@ -115,7 +116,7 @@ inline auto stays(Signed row, Signed col, int32_t threshold) {
     return x >= threshold;
 }
 
-// kept = weights, or 0 where dropout's hash of row and column says so.
+// kept = weights, or 0 for dropped ones.
 inline void drop(const float *p, int64_t keys, int first, int last, const int32_t *row, const int32_t *col,
                  int64_t col_stride, int32_t threshold, float *kept) {
     for (int64_t j = 0; j < keys; j++) {
@@ -127,4 +128,4 @@ inline void drop(const float *p, int64_t keys, int first, int last, const int32_
     }
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -1,13 +1,13 @@
-// What the weights say, from the strip that `attend` leaves behind: each weight is read once more and never stored.
-// Per row: linear in the lanes. Per key: one sum across the lanes, W keys at a time. Per cell of the heatmap: the sum
-// down the lanes within its keys, turned to rows at the end of the block.
+// Statistics of the weights in the strip that the forward pass keeps: each weight is read once more, and not stored.
+// Per row: sums in lanes. Per key: sums across lanes, W keys at a time. Per cell of the heatmap: sums over its keys in
+// lanes, transposed to rows at the end of the block.
 #pragma once
 #include "forward.h"
 
 namespace REGARD_NAMESPACE {
 
-// Sums of one part of a head, laid out as [received (M) | offsets | heatmap (rows x cols)]. Several parts of a head are
-// added in their order, so that results do not hang on which thread came first.
+// Sums of one part of a head, laid out as [received (M) | offsets | heatmap (rows x cols)]. The parts of a head are
+// added in order, so that results do not depend on the order of threads.
 struct Part {
     float *received, *offsets, *heatmap;
 };
@@ -26,14 +26,14 @@ inline int64_t part_size(const regard_args &a) {
 inline int64_t first_of_cell(int64_t cell, int64_t cells, int64_t n) { return (cell * n + cells - 1) / cells; }
 
 struct Moments {
-    // Sums of weight * (j - i) and of weight * |j - i|. Thousands of positions times small weights: float would lose digits.
-    // `mass` is the sum of those very weights: what they have in common of rounding errors falls out of the quotient.
+    // Sums of weight * (j - i) and of weight * |j - i|. In double, because positions are thousands and weights small.
+    // `mass` is the sum of the same weights, so that common rounding errors cancel in the quotient.
     alignas(64) double ahead[LANES], apart[LANES], mass[LANES];
-    alignas(64) float position[LANES];             // of the query, counted from the block's first
+    alignas(64) float position[LANES];  // of the query, relative to the first of the block
 };
 
-// The cells of the heatmap that a span's keys fall into: `at` is the first one's row of lanes, `next` the key (counted
-// from the span's first) with which it ends.
+// The cells of the heatmap for the keys of a span: `at` is the row of lanes of the first cell, `next` the key (counted
+// from the first of the span) at which it ends.
 struct Cells {
     float *at;
     int64_t number, next, cols, keys, first;
@@ -46,7 +46,7 @@ struct Cells {
 };
 
 // The weights of one span, NV vectors of lanes: sums across the lanes for each key, sums down the lanes for each cell,
-// and the moments. `start` is the first key's place relative to the block's first query.
+// and the moments. `start` is the position of the first key relative to the first query of the block.
 template <int NV>
 void look_strip(const float *p, int64_t keys, const float *factor, int lane, F *across, bool first, Cells cells,
                 float start, bool crossing, float sign, Moments &moments) {
@@ -75,7 +75,7 @@ void look_strip(const float *p, int64_t keys, const float *factor, int lane, F *
         }
         if (cells.at) cells.step();
     }
-    if (crossing) {  // some keys stand before and some after a query
+    if (crossing) {  // some keys are before and some after a query
         for (int64_t j = 0; j < keys; j++) {
 #pragma GCC unroll 4
             for (int v = 0; v < NV; v++) {
@@ -105,7 +105,7 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
         moments.ahead[i] = moments.apart[i] = moments.mass[i] = 0.0;
         moments.position[i] = (float)i;
     }
-    // Moments are quotients: where a sink leaves the keys next to nothing, a little more is as good and no subnormal.
+    // Moments are quotients, so if a sink leaves almost no weight for the keys, a larger factor avoids subnormals.
     alignas(64) float shown[LANES];
     {
         const AllowSubnormals allow;
@@ -113,13 +113,13 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
     }
     alignas(64) float on_first[LANES] = {};
     if (part.offsets) desk.near.assign(a.offsets_before + 1 + a.offsets_after, 0.0f);
-    int64_t cell_begin = 0, cell_end = 0;  // the cells of the heatmap that this block touches
+    int64_t cell_begin = 0, cell_end = 0;  // the cells of the heatmap in this block
     for (const Seen &seen : desk.seen) {
         const Span &span = seen.span;
-        // Weights are relative to the base that their span had; sums want them relative to the last one, over the total.
+        // Weights are relative to the base of their span; the factor makes them relative to the last base and total.
         alignas(64) float factor[LANES];
         for (int lane = 0; lane < LANES; lane += W) {
-            // (Bases only rise; but that of a row which had seen nothing is 0, and its weights are 0.)
+            // (Bases only increase, except from 0 of a row without visible keys, whose weights are 0.)
             const F fall = (load(seen.base + lane) - load(rows.base + lane)) * desk.exponent;
             store(factor + lane, exp2(choose(fall > 0.0f, F{}, fall)) * load(shown + lane));
         }
@@ -141,12 +141,12 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
         }
         F across[KEYS + W];
         for (int64_t j = keys; j < keys + W; j++) across[j] = F{};
-        // Before all of the block's queries, after all of them, or neither.
+        // All keys before all queries of the block, all after them, or neither.
         const bool before = span.last - 1 <= first_position, after = span.first >= first_position + block.rows - 1;
         bool first = true;
         over_lanes(span.lane, span.lanes_end, [&](int lane, auto nv) {
-            look_strip<nv.value>(p, keys, factor, lane, across, first, cells_here,
-                                 (float)(span.first - first_position), !before && !after, before ? -1.0f : 1.0f, moments);
+            look_strip<nv.value>(p, keys, factor, lane, across, first, cells_here, (float)(span.first - first_position),
+                                 !before && !after, before ? -1.0f : 1.0f, moments);
             first = false;
         });
         if (part.received) {
@@ -164,13 +164,14 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
             }
         }
         if (part.offsets) {
-            // Of key j the lanes that stand within reach lie side by side: their offsets fall as the lanes rise.
+            // The lanes within the range of offsets of key j are contiguous; their offsets decrease.
             const int64_t low = std::max(span.first, first_position - a.offsets_before);
             const int64_t high = std::min(span.last, first_position + block.rows + a.offsets_after);
             for (int64_t j = low; j < high; j++) {
                 const int64_t origin = j - first_position - a.offsets_after;
                 const int64_t from = std::max<int64_t>(origin, span.lane);
-                const int64_t to = std::min<int64_t>(j - first_position + a.offsets_before + 1, std::min(span.lanes_end, block.rows));
+                const int64_t to =
+                    std::min<int64_t>(j - first_position + a.offsets_before + 1, std::min(span.lanes_end, block.rows));
                 const float *weights = p + (j - span.first) * LANES;
                 float *near = desk.near.data() - origin;
                 for (int64_t i = from; i < to; i++) near[i] += weights[i] * factor[i];
@@ -184,7 +185,7 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
     if (part.heatmap && cell_end > cell_begin) {
         alignas(64) float ones[LANES];
         for (float &x : ones) x = 1.0f;
-        // A few lanes share a row of cells: each lane is added by itself.
+        // Several lanes may share a row of cells: lanes are added one by one.
         float turned[LANES * 64];
         for (int64_t c = cell_begin; c < cell_end; c += 64) {
             const int64_t some = std::min<int64_t>(64, cell_end - c);
@@ -198,7 +199,7 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
     const int64_t at = (block.item * a.heads + block.head) * a.queries + block.row;
     const AllowSubnormals allow;
     for (int i = 0; i < block.rows; i++) {
-        // `factor` holds the sink's part of the denominator, too: mass is below 1 then.
+        // `factor` includes the sink in the denominator: the mass is then below 1.
         const double mass = (double)rows.total[i] * desk.factor[i];
         const bool empty = rows.total[i] == 0.0f || desk.factor[i] == 0.0f;
         if (a.entropy) {
@@ -213,4 +214,4 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
     }
 }
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

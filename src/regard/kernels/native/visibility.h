@@ -1,5 +1,6 @@
-// Who sees whom. Causality, windows and padding give each query one range of keys [low, high); documents and dense masks
-// come on top. `Plan` walks the keys of a block of queries: what no query sees is skipped, what all see needs no mask.
+// Which keys are visible to which queries. Causality, windows and padding give each query one range of keys [low,
+// high); documents and dense masks restrict it further. `Plan` goes through the keys of a block of queries: keys
+// visible to no query are skipped, keys visible to all need no mask.
 #pragma once
 #include <algorithm>
 
@@ -9,18 +10,18 @@
 
 namespace REGARD_NAMESPACE {
 
-constexpr int64_t KEYS = 64;  // of a key block
-constexpr int64_t CHUNK = 512;  // of keys that several blocks of queries share while they are in the L2 cache
-constexpr int64_t EDGE = 16;  // of a key block where ranges begin or end: there whole columns of lanes drop out
+constexpr int64_t KEYS = 64;    // per block of keys
+constexpr int64_t CHUNK = 512;  // keys that a team of blocks shares while they are in the L2 cache
+constexpr int64_t EDGE = 16;  // keys per block where ranges begin or end, so that whole columns of lanes can be skipped
 
 struct Block {
     int64_t item, head, group, row;  // row: the first query
-    int rows, lanes;                 // lanes: rows, rounded up to columns
+    int rows, lanes;                 // lanes: rows rounded up to whole columns
 };
 
 struct Span {
     int64_t first, last;  // keys
-    int lane, lanes_end;  // the lanes that may see some of them
+    int lane, lanes_end;  // the lanes to which some of them are visible
     bool masked;          // whether some pairs are hidden
 };
 
@@ -28,7 +29,7 @@ inline bool any_mask(const regard_args &a) {
     return a.causal || a.before >= 0 || a.after >= 0 || a.key_start || a.key_end || a.q_docs || a.mask;
 }
 
-// The keys [first, second) that causality, the window and padding leave to a query.
+// The keys [first, second) visible to a query by causality, window and padding.
 inline std::pair<int64_t, int64_t> range_of(const regard_args &a, int64_t item, int64_t row) {
     const int64_t position = a.q_start + row;
     int64_t from = a.key_start ? std::max<int64_t>(a.key_start[item], 0) : 0;
@@ -45,12 +46,12 @@ class Plan {
     const Block &block;
     alignas(64) int32_t low[LANES], high[LANES], docs[LANES];
     int32_t low_least[LANES / COLUMN], low_most[LANES / COLUMN], high_least[LANES / COLUMN], high_most[LANES / COLUMN];
-    int64_t all_low = 0, all_high = 0, begin = 0, end = 0;  // seen by all, seen by some
-    uint64_t pairs[KEYS] = {};                              // the dense mask's part: bit i of word j for lane i, key j
+    int64_t all_low = 0, all_high = 0, begin = 0, end = 0;  // keys visible to all queries; to some
+    uint64_t pairs[KEYS] = {};                              // the dense mask: bit i of word j for lane i, key j
     bool dense = false;
 
   public:
-    // Spans begin with multiples of `step`, 1 or 2.
+    // Spans begin at multiples of `step`, 1 or 2.
     Plan(const regard_args &a, const Block &block, int64_t step = 1) : a(a), block(block) {
         for (int i = 0; i < block.lanes; i++) {
             const int64_t row = block.row + std::min(i, block.rows - 1);
@@ -79,7 +80,8 @@ class Plan {
     int64_t first() const { return begin; }
     int64_t last() const { return end; }
 
-    // f(span) for each run of keys in [from, to) that some lane may see, ascending; none crosses a chunk's end. `hide` belongs to the span of the moment.
+    // f(span) for each run of keys in [from, to) that is visible to some lane, ascending; no span crosses the end of a
+    // chunk. `hide` applies to the current span.
     template <class Function>
     void each(int64_t from, int64_t to, Function f) {
         for (int64_t j = std::max(begin, from); j < std::min(end, to);) {
@@ -104,7 +106,7 @@ class Plan {
         }
     }
 
-    // Whether a pair of the span of the moment is visible.
+    // Whether a pair of the current span is visible.
     bool sees(const Span &span, int lane, int64_t key) const {
         if (!span.masked) return true;
         if (key < low[lane] || key >= high[lane]) return false;
@@ -112,7 +114,7 @@ class Plan {
         return !dense || (pairs[key - span.first] >> lane & 1);
     }
 
-    // `value` for each hidden pair of the span: -inf for scores, 0 for weights.
+    // Writes `value` for each hidden pair of the span: -inf for scores, 0 for weights.
     void hide(const Span &span, float *s, float value = -__builtin_inff()) const {
         const F nothing = broadcast(value);
         for (int lane = span.lane; lane < span.lanes_end; lane += W) {
@@ -132,7 +134,7 @@ class Plan {
     }
 
   private:
-    // Whether the documents let anything through: by the extremes of their numbers, which settles packed documents.
+    // Whether documents leave any pair visible, by the smallest and largest ids, which is exact for packed documents.
     bool documents(Span &span) const {
         if (!a.q_docs) return true;
         const int32_t *keys = a.k_docs + block.item * a.k_docs_stride;
@@ -143,21 +145,22 @@ class Plan {
         return true;
     }
 
-    // The dense mask's part; false where it hides everything.
+    // Reads the dense mask of a span; false if it hides everything.
     bool pairwise(Span &span) {
         dense = false;
         if (!a.mask) return true;
         const int64_t *stride = a.mask_stride, keys = span.last - span.first;
-        const uint8_t *from = a.mask + block.item * stride[0] + block.head * stride[1] + block.row * stride[2] +
-                              span.first * stride[3];
+        const uint8_t *from =
+            a.mask + block.item * stride[0] + block.head * stride[1] + block.row * stride[2] + span.first * stride[3];
         uint64_t every = ~0ull, some = 0;  // a bit for each key
         uint8_t bytes[64] = {};
         const int rows = std::min(span.lanes_end, block.rows);
         for (int i = span.lane; i < rows; i++) {
-            if (i == span.lane || stride[2] != 0) {  // or the same for all queries, as where keys are padding
+            if (i == span.lane || stride[2] != 0) {  // else the same for all queries, as for padding
                 const uint8_t *row = from + i * stride[2];
                 if (keys == KEYS && stride[3] == 1) std::memcpy(bytes, row, KEYS);
-                else for (int64_t j = 0; j < keys; j++) bytes[j] = row[j * stride[3]];
+                else
+                    for (int64_t j = 0; j < keys; j++) bytes[j] = row[j * stride[3]];
                 pairs[i] = bits_of(bytes);
                 every &= pairs[i];
                 some |= pairs[i];
@@ -168,9 +171,9 @@ class Plan {
         if (!some) return false;
         dense = (~every << (KEYS - keys)) != 0;
         span.masked |= dense;
-        if (dense) transpose(pairs);  // the lanes' bits are their rows': those outside of the span are never asked for
+        if (dense) transpose(pairs);  // to one word per key; bits of lanes outside of the span are not used
         return true;
     }
 };
 
-}  // namespace
+}  // namespace REGARD_NAMESPACE

@@ -25,19 +25,51 @@ function ramp(points, steps = 256) {
 }
 
 const RAMPS = {
-  light: ramp([[0.995, 0, 0], [0.8, -0.045, -0.06], [0.6, -0.04, -0.125], [0.42, -0.005, -0.15], [0.25, 0.02, -0.09]]),
-  dark: ramp([[0.2, 0, -0.01], [0.4, 0.02, -0.13], [0.58, 0.04, -0.08], [0.77, 0.04, 0.08], [0.96, -0.02, 0.1]]),
+  light: ramp([
+    [0.995, 0, 0],
+    [0.8, -0.045, -0.06],
+    [0.6, -0.04, -0.125],
+    [0.42, -0.005, -0.15],
+    [0.25, 0.02, -0.09],
+  ]),
+  dark: ramp([
+    [0.2, 0, -0.01],
+    [0.4, 0.02, -0.13],
+    [0.58, 0.04, -0.08],
+    [0.77, 0.04, 0.08],
+    [0.96, -0.02, 0.1],
+  ]),
 };
 const DIVERGING = {
-  light: ramp([[0.42, -0.02, -0.15], [0.72, -0.05, -0.09], [0.985, 0, 0], [0.75, 0.07, 0.1], [0.48, 0.1, 0.1]]),
-  dark: ramp([[0.78, -0.06, -0.11], [0.5, -0.02, -0.13], [0.22, 0, 0], [0.55, 0.08, 0.1], [0.82, 0.05, 0.13]]),
+  light: ramp([
+    [0.42, -0.02, -0.15],
+    [0.72, -0.05, -0.09],
+    [0.985, 0, 0],
+    [0.75, 0.07, 0.1],
+    [0.48, 0.1, 0.1],
+  ]),
+  dark: ramp([
+    [0.78, -0.06, -0.11],
+    [0.5, -0.02, -0.13],
+    [0.22, 0, 0],
+    [0.55, 0.08, 0.1],
+    [0.82, 0.05, 0.13],
+  ]),
 };
 
 // A colour and a sign for each role; the sign tells where the colour does not.
 const ROLES = {
-  induction: ["#cc3311", "I"], duplicate: ["#ee7733", "D"], previous: ["#0077bb", "←"], next: ["#33bbee", "→"],
-  itself: ["#009988", "•"], separator: ["#aa4499", "S"], punctuation: ["#882255", "P"], first: ["#777777", "1"],
-  local: ["#117733", "L"], "long-range": ["#999933", "R"], broad: ["#ddaa33", "B"],
+  induction: ["#cc3311", "I"],
+  duplicate: ["#ee7733", "D"],
+  previous: ["#0077bb", "←"],
+  next: ["#33bbee", "→"],
+  itself: ["#009988", "•"],
+  separator: ["#aa4499", "S"],
+  punctuation: ["#882255", "P"],
+  first: ["#777777", "1"],
+  local: ["#117733", "L"],
+  "long-range": ["#999933", "R"],
+  broad: ["#ddaa33", "B"],
 };
 const OTHER = ["#5b6470", "?"]; // a role that this page does not know
 const roleColour = (role) => (Object.hasOwn(ROLES, role) ? ROLES[role] : OTHER)[0];
@@ -70,7 +102,9 @@ function painted(values, rows, cols, top, { signed = false, scale = "root" } = {
   const packed = Uint32Array.from(colours, ([r, g, b]) => (255 << 24) | (b << 16) | (g << 8) | r);
   for (let i = 0; i < rows * cols; i++) {
     const share = top > 0 ? values[i] / top : 0;
-    const step = signed ? 127.5 + 127.5 * Math.sign(share) * curve(Math.min(Math.abs(share), 1)) : 255 * curve(clamp(share, 0, 1));
+    const step = signed
+      ? 127.5 + 127.5 * Math.sign(share) * curve(Math.min(Math.abs(share), 1))
+      : 255 * curve(clamp(share, 0, 1));
     pixels[i] = packed[Math.round(step)];
   }
   context.putImageData(image, 0, 0);

@@ -24,12 +24,16 @@ class Run {
     this.texts = meta.texts.map((text) => new Text(text));
     this.layers = meta.layers.map((layer, index) => new Layer(data, this, layer, index));
     this.measures = [...new Set(this.layers.flatMap((layer) => Object.keys(layer.measures)))];
-    this.roles = [...new Set(this.layers.flatMap((layer) => layer.roles.map((role) => role && role.role)))].filter(Boolean).sort();
+    this.roles = [...new Set(this.layers.flatMap((layer) => layer.roles.map((role) => role && role.role)))]
+      .filter(Boolean)
+      .sort();
   }
 
   // A measure of all heads that have it.
   all(name) {
-    return this.heads().map(({ layer, head }) => layer.measured(name, head)).filter((value) => value !== undefined);
+    return this.heads()
+      .map(({ layer, head }) => layer.measured(name, head))
+      .filter((value) => value !== undefined);
   }
 
   heads() {
@@ -78,7 +82,8 @@ class Layer {
 
   // Numbers are unpacked when they are first looked at.
   ready() {
-    if (!this.loaded) this.loaded = this.blob ? this.data.bytes(this.blob).then((bytes) => this.unpack(bytes)) : Promise.resolve(this);
+    if (!this.loaded)
+      this.loaded = this.blob ? this.data.bytes(this.blob).then((bytes) => this.unpack(bytes)) : Promise.resolve(this);
     return this.loaded;
   }
 
@@ -121,7 +126,11 @@ class Layer {
 
   matrix(head) {
     const [, rows, cols] = this.map.shape;
-    return decodeAll(this.map.codes.subarray(head * rows * cols, (head + 1) * rows * cols), this.map.scale[head], this.map.bits);
+    return decodeAll(
+      this.map.codes.subarray(head * rows * cols, (head + 1) * rows * cols),
+      this.map.scale[head],
+      this.map.bits,
+    );
   }
 
   // The strongest links of a query, [key, weight] with the strongest first: of all weights, or those that were kept.
@@ -135,7 +144,10 @@ class Layer {
       const [first, last] = this.linksOf(head, query);
       found = range(last - first).map((i) => [this.links.keys.codes[first + i], this.linked(head, first + i).value]);
     }
-    return found.filter(([, weight]) => weight > 0).sort((a, b) => b[1] - a[1]).slice(0, count);
+    return found
+      .filter(([, weight]) => weight > 0)
+      .sort((a, b) => b[1] - a[1])
+      .slice(0, count);
   }
 
   // Where the links of a query are among all that were kept, from the first to the one after the last. Of a long text
@@ -168,11 +180,13 @@ class Layer {
     for (const crop of this.crops) {
       const [, tall, wide] = crop.shape;
       const [r, c] = [query - crop.row, key - crop.col];
-      if (crop.head === head && r >= 0 && c >= 0 && r < tall && c < wide) return decode(crop.codes[r * wide + c], crop.scale[0], crop.bits);
+      if (crop.head === head && r >= 0 && c >= 0 && r < tall && c < wide)
+        return decode(crop.codes[r * wide + c], crop.scale[0], crop.bits);
     }
     if (!this.links) return null;
     const [first, last] = this.linksOf(head, query);
-    for (let at = first; at < last; at++) if (this.links.keys.codes[at] === key && this.links.weights.codes[at]) return this.linked(head, at);
+    for (let at = first; at < last; at++)
+      if (this.links.keys.codes[at] === key && this.links.weights.codes[at]) return this.linked(head, at);
     return null;
   }
 
@@ -182,7 +196,11 @@ class Layer {
     const [, rows, k] = keys.shape;
     const first = head * rows * k;
     const query = (row) => (queries ? queries.codes[head * rows + row] : row);
-    return largestOf(weights.codes.subarray(first, first + rows * k), count).map((i) => [query(Math.floor(i / k)), keys.codes[first + i], this.linked(head, first + i).value]);
+    return largestOf(weights.codes.subarray(first, first + rows * k), count).map((i) => [
+      query(Math.floor(i / k)),
+      keys.codes[first + i],
+      this.linked(head, first + i).value,
+    ]);
   }
 
   // A row of a signed piece of `flow`, such as the query vector of a head and token.
@@ -198,7 +216,10 @@ class Layer {
       piece.scale = new Float32Array(this.bytes.slice(piece.scales, piece.scales + 4 * count).buffer);
     }
     const half = 2 ** (piece.bits - 1) - 1;
-    return Float32Array.from(piece.codes.subarray(row * width, (row + 1) * width), (code) => (piece.scale[row] * (code - half)) / half);
+    return Float32Array.from(
+      piece.codes.subarray(row * width, (row + 1) * width),
+      (code) => (piece.scale[row] * (code - half)) / half,
+    );
   }
 
   // How much a head adds to a token: the norm of its slice after the projection, and its cosine with the sum of all.

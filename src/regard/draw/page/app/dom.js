@@ -53,7 +53,8 @@ function number(x, digits = 4) {
 
 function short(text, length = 14) {
   const letters = Array.from(text.slice(0, 4 * length + 8));
-  return letters.length <= length && text.length <= 4 * length + 8 ? text : letters.slice(0, length - 1).join("") + "…";
+  const fits = letters.length <= length && text.length <= 4 * length + 8;
+  return fits ? text : letters.slice(0, length - 1).join("") + "…";
 }
 
 // Text of either direction, kept from turning its surroundings.
@@ -68,11 +69,18 @@ function field(name, control, attributes = {}) {
 }
 
 function select(options, chosen, change, attributes = {}) {
-  const made = options.map(([value, text]) => element("option", { value, selected: String(value) === String(chosen) }, text));
+  const made = options.map(([value, text]) =>
+    element("option", { value, selected: String(value) === String(chosen) }, text),
+  );
   return element("select", { onchange: (event) => change(event.target.value), ...attributes }, made);
 }
 
 function check(name, on, change, attributes = {}) {
-  const box = element("input", { type: "checkbox", checked: on, onchange: (event) => change(event.target.checked), ...attributes });
+  const box = element("input", {
+    type: "checkbox",
+    checked: on,
+    onchange: (event) => change(event.target.checked),
+    ...attributes,
+  });
   return element("label", { class: "check" }, box, name);
 }

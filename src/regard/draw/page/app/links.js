@@ -20,17 +20,28 @@ class LinksView {
     Object.assign(this, { picture, threshold, top, chosen });
     const { layer } = picture;
     const pooled = layer.pooled;
-    this.rows = pooled ? tokensIn(window[0], window[1], picture.rows, layer.queries, layer.n) : unitsIn(window[0], window[1], picture.rows, layer.queries);
-    this.cols = pooled ? tokensIn(window[2], window[3], picture.cols, layer.keys, layer.m) : unitsIn(window[2], window[3], picture.cols, layer.keys);
+    this.rows = pooled
+      ? tokensIn(window[0], window[1], picture.rows, layer.queries, layer.n)
+      : unitsIn(window[0], window[1], picture.rows, layer.queries);
+    this.cols = pooled
+      ? tokensIn(window[2], window[3], picture.cols, layer.keys, layer.m)
+      : unitsIn(window[2], window[3], picture.cols, layer.keys);
     this.place = new Map(this.cols.map(([j], at) => [j, at]));
     this.held = null;
     const cut = [this.rows, this.cols].some((part) => part.cut);
-    this.note.textContent = pooled
-      ? `${keptLinks(layer)}, of the part that the map shows${cut ? `, its first ${MOST} tokens` : ""}. Zoom in to see others.`
-      : cut ? `The first ${MOST} tokens of the part that the map shows.` : "";
+    const first = cut ? `, its first ${MOST} tokens` : "";
+    if (pooled)
+      this.note.textContent = `${keptLinks(layer)}, of the part that the map shows${first}. Zoom in to see others.`;
+    else this.note.textContent = cut ? `The first ${MOST} tokens of the part that the map shows.` : "";
     this.links = this.found();
-    refill(this.left, this.rows.map((row, at) => this.token(row, at, "query")));
-    refill(this.right, this.cols.map((col, at) => this.token(col, at, "key")));
+    refill(
+      this.left,
+      this.rows.map((row, at) => this.token(row, at, "query")),
+    );
+    refill(
+      this.right,
+      this.cols.map((col, at) => this.token(col, at, "key")),
+    );
     this.draw();
   }
 
@@ -38,13 +49,29 @@ class LinksView {
     const name = `${short(label, 40)}, ${side === "query" ? "looks" : "is looked at"}`;
     const hold = (on) => () => this.hold(on ? [side, at] : null);
     const chosen = side === "query" && unit === this.chosen;
-    return element("li", {},
-      element("button", {
-        type: "button", id: `${side}-${unit}`, class: special ? "special" : "", title: short(label, 200), "aria-label": name, dir: "auto",
-        "aria-pressed": side === "query" ? String(chosen) : null,
-        onpointerenter: hold(true), onpointerleave: hold(false), onfocus: hold(true), onblur: hold(false),
-        onclick: () => side === "query" && this.onpick && this.onpick(chosen ? -1 : unit),
-      }, short(label, 24)), element("span", { class: "weight" }));
+    return element(
+      "li",
+      {},
+      element(
+        "button",
+        {
+          type: "button",
+          id: `${side}-${unit}`,
+          class: special ? "special" : "",
+          title: short(label, 200),
+          "aria-label": name,
+          dir: "auto",
+          "aria-pressed": side === "query" ? String(chosen) : null,
+          onpointerenter: hold(true),
+          onpointerleave: hold(false),
+          onfocus: hold(true),
+          onblur: hold(false),
+          onclick: () => side === "query" && this.onpick && this.onpick(chosen ? -1 : unit),
+        },
+        short(label, 24),
+      ),
+      element("span", { class: "weight" }),
+    );
   }
 
   // [row, column, weight], of all queries that are shown: above the threshold, at most `top` of each.
@@ -55,8 +82,12 @@ class LinksView {
     this.rows.forEach(([unit], at) => {
       const strongest = layer.pooled
         ? layer.strongest(head, unit, top)
-        : range(picture.cols.length).map((j) => [j, picture.value(unit, j)]).sort((a, b) => b[1] - a[1]).slice(0, top);
-      for (const [j, weight] of strongest) if (weight > 0 && weight >= threshold && this.place.has(j)) links.push([at, this.place.get(j), weight]);
+        : range(picture.cols.length)
+            .map((j) => [j, picture.value(unit, j)])
+            .sort((a, b) => b[1] - a[1])
+            .slice(0, top);
+      for (const [j, weight] of strongest)
+        if (weight > 0 && weight >= threshold && this.place.has(j)) links.push([at, this.place.get(j), weight]);
     });
     return links;
   }
@@ -84,17 +115,24 @@ class LinksView {
     const made = this.links.filter(chosen).map(([i, j, weight]) => {
       const [a, b] = [middle(i), middle(j)];
       return shape("path", {
-        d: `M0 ${a}C${width * 0.4} ${a} ${width * 0.6} ${b} ${width} ${b}`, fill: "none", stroke: "var(--line)",
-        "stroke-width": Math.max(0.5, 7 * weight).toFixed(2), "stroke-opacity": Math.min(1, 0.18 + weight).toFixed(2),
+        d: `M0 ${a}C${width * 0.4} ${a} ${width * 0.6} ${b} ${width} ${b}`,
+        fill: "none",
+        stroke: "var(--line)",
+        "stroke-width": Math.max(0.5, 7 * weight).toFixed(2),
+        "stroke-opacity": Math.min(1, 0.18 + weight).toFixed(2),
       });
     });
     fill(this.lines, made);
     const said = { query: new Map(), key: new Map() };
-    if (held) for (const [i, j, weight] of this.links.filter(chosen)) {
-      said.query.set(i, held[0] === "query" ? null : weight);
-      said.key.set(j, held[0] === "key" ? null : weight);
-    }
-    for (const [list, side] of [[this.left, "query"], [this.right, "key"]]) {
+    if (held)
+      for (const [i, j, weight] of this.links.filter(chosen)) {
+        said.query.set(i, held[0] === "query" ? null : weight);
+        said.key.set(j, held[0] === "key" ? null : weight);
+      }
+    for (const [list, side] of [
+      [this.left, "query"],
+      [this.right, "key"],
+    ]) {
       [...list.children].forEach((item, at) => {
         const weight = said[side].get(at);
         item.lastChild.textContent = weight === undefined || weight === null ? "" : weight.toFixed(2);
@@ -110,7 +148,8 @@ class LinksView {
 function keptLinks({ links, n }) {
   if (!links) return "No links are kept of so long a text";
   const [, rows, k] = links.keys.shape;
-  if (links.queries) return `The strongest link of ${rows.toLocaleString("en")} of ${n.toLocaleString("en")} queries, those with the strongest`;
+  const [some, all] = [rows.toLocaleString("en"), n.toLocaleString("en")];
+  if (links.queries) return `The strongest link of ${some} of ${all} queries, those with the strongest`;
   return k === 1 ? "The strongest link of each query" : `The ${k} strongest links of each query`;
 }
 
@@ -118,14 +157,18 @@ function keptLinks({ links, n }) {
 function unitsIn(first, last, groups, text) {
   const from = Math.floor(first + 1e-6);
   const to = Math.ceil(last - 1e-6);
-  const found = groups.slice(from, Math.min(to, from + MOST)).map(([token, , label], i) => [from + i, label, text.special.has(token)]);
+  const found = groups
+    .slice(from, Math.min(to, from + MOST))
+    .map(([token, , label], i) => [from + i, label, text.special.has(token)]);
   found.cut = to - from > MOST;
   return found;
 }
 
 function tokensIn(first, last, groups, text, count) {
   const [from, to] = [Math.floor((first * count) / groups.length), Math.ceil((last * count) / groups.length)];
-  const found = text.tokens.slice(from, Math.min(to, from + MOST)).map((token, i) => [from + i, token, text.special.has(from + i)]);
+  const found = text.tokens
+    .slice(from, Math.min(to, from + MOST))
+    .map((token, i) => [from + i, token, text.special.has(from + i)]);
   found.cut = to - from > MOST;
   return found;
 }

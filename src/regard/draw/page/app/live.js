@@ -10,7 +10,11 @@ class Live {
     this.app = app;
     this.form = this.made();
     document.getElementById("top").after(this.form);
-    window.addEventListener("pagehide", () => this.job && this.job !== this.about.job && fetch(`api/jobs/${this.job}`, { method: "DELETE", keepalive: true }));
+    window.addEventListener(
+      "pagehide",
+      () =>
+        this.job && this.job !== this.about.job && fetch(`api/jobs/${this.job}`, { method: "DELETE", keepalive: true }),
+    );
     if (app.data) this.record = this.about.job;
     else if (this.about.job) this.run(() => this.about.job);
   }
@@ -19,16 +23,48 @@ class Live {
 
   made() {
     const { about } = this;
-    this.text = element("textarea", { id: "live-text", rows: 2, maxlength: about.limit, "aria-label": "text", placeholder: "A text to look at", dir: "auto", value: about.text || "", onkeydown: (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && this.form.requestSubmit() });
-    this.model = element("select", { id: "live-model", onchange: () => this.chosen() }, about.models.map(({ name, kind }) => element("option", { value: name, selected: name === about.model }, `${name} (${kind})`)));
+    this.text = element("textarea", {
+      id: "live-text",
+      rows: 2,
+      maxlength: about.limit,
+      "aria-label": "text",
+      placeholder: "A text to look at",
+      dir: "auto",
+      value: about.text || "",
+      onkeydown: (event) => event.key === "Enter" && (event.ctrlKey || event.metaKey) && this.form.requestSubmit(),
+    });
+    this.model = element(
+      "select",
+      { id: "live-model", onchange: () => this.chosen() },
+      about.models.map(({ name, kind }) =>
+        element("option", { value: name, selected: name === about.model }, `${name} (${kind})`),
+      ),
+    );
     this.more = element("input", { id: "live-more", type: "number", min: 0, max: about.most, value: 0 });
     this.go = element("button", { id: "live-go" }, "Look");
-    this.stop = element("button", { id: "live-stop", type: "button", hidden: true, onclick: () => this.cancel() }, "Stop");
+    this.stop = element(
+      "button",
+      { id: "live-stop", type: "button", hidden: true, onclick: () => this.cancel() },
+      "Stop",
+    );
     this.bar = element("progress", { max: 1, value: 0, hidden: true, "aria-label": "progress" });
     this.said = element("span", { role: "status", id: "live-said" });
     this.chosen();
-    return element("form", { class: "live", onsubmit: (event) => this.ask(event) }, this.text,
-      element("div", { class: "controls" }, field("Model", this.model), field("Generate", this.more), this.go, this.stop, this.bar, this.said));
+    return element(
+      "form",
+      { class: "live", onsubmit: (event) => this.ask(event) },
+      this.text,
+      element(
+        "div",
+        { class: "controls" },
+        field("Model", this.model),
+        field("Generate", this.more),
+        this.go,
+        this.stop,
+        this.bar,
+        this.said,
+      ),
+    );
   }
 
   // An encoder does not write.
@@ -39,7 +75,10 @@ class Live {
   ask(event) {
     event.preventDefault();
     const generate = this.more.disabled ? 0 : Number(this.more.value) || 0;
-    return this.run(async () => (await this.call("POST", "api/look", { text: this.text.value, model: this.model.value, generate })).job);
+    return this.run(
+      async () =>
+        (await this.call("POST", "api/look", { text: this.text.value, model: this.model.value, generate })).job,
+    );
   }
 
   async run(begun) {
@@ -60,8 +99,8 @@ class Live {
     for (let wait = 60; ; wait = Math.min(2 * wait, 800)) {
       const now = await this.call("GET", `api/jobs/${this.job}`, null, 5);
       this.bar.value = now.progress;
-      this.said.textContent = now.said;
-      if (now.state === "failed" || now.state === "stopped") throw new Error(now.said);
+      this.said.textContent = now.message;
+      if (now.state === "failed" || now.state === "stopped") throw new Error(now.message);
       if (now.state === "done") break;
       await new Promise((done) => setTimeout(done, wait));
     }
@@ -83,7 +122,11 @@ class Live {
 
   // Ask the server; where it is too busy to answer, so many times again.
   async call(method, path, body, again = 0) {
-    const answer = await fetch(path, { method, headers: body ? { "content-type": "application/json" } : {}, body: body ? JSON.stringify(body) : undefined });
+    const answer = await fetch(path, {
+      method,
+      headers: body ? { "content-type": "application/json" } : {},
+      body: body ? JSON.stringify(body) : undefined,
+    });
     if (answer.status === 503 && again) {
       await new Promise((done) => setTimeout(done, 1000));
       return this.call(method, path, body, again - 1);
@@ -103,14 +146,24 @@ class Live {
     const [tall, wide] = map.tokens;
     const part = [Math.floor(r0 * tall), Math.ceil(r1 * tall), Math.floor(c0 * wide), Math.ceil(c1 * wide)];
     if (part[1] - part[0] > this.about.crop || part[3] - part[2] > this.about.crop) return;
-    const inside = (crop) => crop.head === head && crop.row <= part[0] && crop.col <= part[2] && crop.row + crop.shape[1] >= part[1] && crop.col + crop.shape[2] >= part[3];
+    const inside = (crop) =>
+      crop.head === head &&
+      crop.row <= part[0] &&
+      crop.col <= part[2] &&
+      crop.row + crop.shape[1] >= part[1] &&
+      crop.col + crop.shape[2] >= part[3];
     if (layer.crops.some(inside)) return;
     const asked = (this.asked = [layer.index, head, ...part].join());
     await new Promise((done) => setTimeout(done, 150)); // until the zoom rests
     if (this.asked !== asked) return;
-    const crop = await this.call("GET", `api/jobs/${this.record}/crop?layer=${layer.index}&head=${head}&rows=${part[0]}-${part[1]}&cols=${part[2]}-${part[3]}`).catch(() => null);
+    const [rows, cols] = [`${part[0]}-${part[1]}`, `${part[2]}-${part[3]}`];
+    const query = `layer=${layer.index}&head=${head}&rows=${rows}&cols=${cols}`;
+    const crop = await this.call("GET", `api/jobs/${this.record}/crop?${query}`).catch(() => null);
     if (!crop) return;
-    crop.codes = whole(Uint8Array.from(atob(crop.data), (letter) => letter.charCodeAt(0)), crop);
+    crop.codes = whole(
+      Uint8Array.from(atob(crop.data), (letter) => letter.charCodeAt(0)),
+      crop,
+    );
     layer.crops.push(crop);
     if (map.picture !== picture) return;
     map.paint();

@@ -1,6 +1,12 @@
 // The page: which view is shown, of which head; keys; themes.
 
-const VIEWS = [["model", "Model", ModelView], ["head", "Head", HeadView], ["flow", "Flow", FlowView], ["table", "Table", TableView], ["compare", "Compare", CompareView]];
+const VIEWS = [
+  ["model", "Model", ModelView],
+  ["head", "Head", HeadView],
+  ["flow", "Flow", FlowView],
+  ["table", "Table", TableView],
+  ["compare", "Compare", CompareView],
+];
 
 class App {
   constructor(data, live) {
@@ -28,7 +34,20 @@ class App {
   load(data) {
     const first = !this.data; // of which the address may hold a view
     this.data = data;
-    if (!first) this.state.set({ run: 0, layer: 0, head: 0, q: -1, k: -1, zoom: "", other: "", role: "", by: "", sort: "layer", filter: "" });
+    if (!first)
+      this.state.set({
+        run: 0,
+        layer: 0,
+        head: 0,
+        q: -1,
+        k: -1,
+        zoom: "",
+        other: "",
+        role: "",
+        by: "",
+        sort: "layer",
+        filter: "",
+      });
     this.show();
   }
 
@@ -72,10 +91,12 @@ class App {
     this.status.textContent = "";
     const turn = (this.latest = {});
     this.main.setAttribute("aria-busy", "true");
-    Promise.resolve(this.view.show()).catch((error) => this.fail(error)).finally(() => {
-      refocus(focused);
-      if (this.latest === turn) this.main.setAttribute("aria-busy", "false");
-    });
+    Promise.resolve(this.view.show())
+      .catch((error) => this.fail(error))
+      .finally(() => {
+        refocus(focused);
+        if (this.latest === turn) this.main.setAttribute("aria-busy", "false");
+      });
     if (other) window.scrollTo(0, this.scrolled.get(this.view) || 0);
   }
 
@@ -91,31 +112,85 @@ class App {
 
   header() {
     const { state, data } = this;
-    this.tabs = Object.fromEntries(VIEWS.map(([name, title]) => [name, element("a", { ...state.link({ view: name }), "aria-current": state.view === name ? "page" : null, id: `tab-${name}` }, title)]));
-    const runs = data && data.runs.length > 1 ? field("Run", select(data.runs.map((run, i) => [i, short(run.name, 60)]), this.run.number, (value) => this.turn(Number(value)), { id: "run" })) : null;
+    this.tabs = Object.fromEntries(
+      VIEWS.map(([name, title]) => [
+        name,
+        element(
+          "a",
+          { ...state.link({ view: name }), "aria-current": state.view === name ? "page" : null, id: `tab-${name}` },
+          title,
+        ),
+      ]),
+    );
+    const runs =
+      data && data.runs.length > 1
+        ? field(
+            "Run",
+            select(
+              data.runs.map((run, i) => [i, short(run.name, 60)]),
+              this.run.number,
+              (value) => this.turn(Number(value)),
+              { id: "run" },
+            ),
+          )
+        : null;
     const dark = document.documentElement.dataset.theme === "dark";
-    const button = (id, title, text, act, attributes = {}) => element("button", { type: "button", id, title, "aria-label": title, onclick: act, ...attributes }, text);
-    const name = () => `regard-${state.view}${["head", "compare"].includes(state.view) ? `-${this.layer.index}.${this.head}` : ""}`;
-    fill(this.top,
-      element("h1", { title: data ? short(data.meta.title, 400) : "", dir: "auto" }, data ? short(data.meta.title, 120) : "regard"),
-      element("nav", { "aria-label": "views" }, Object.values(this.tabs)), runs,
-      element("div", { class: "tools" },
-        button("save-svg", "Save this view as SVG", "SVG", () => saveSvg(this.view, name()).catch((error) => this.fail(error)), { disabled: !data }),
-        button("save-png", "Save this view as PNG", "PNG", () => savePng(this.view, name()).catch((error) => this.fail(error)), { disabled: !data }),
-        button("theme", dark ? "Light colours" : "Dark colours", dark ? "☀" : "☾", () => state.set({ theme: dark ? "light" : "dark" })),
-        button("help", "Keys (?)", "?", () => this.help())));
+    const button = (id, title, text, act, attributes = {}) =>
+      element("button", { type: "button", id, title, "aria-label": title, onclick: act, ...attributes }, text);
+    const name = () =>
+      `regard-${state.view}${["head", "compare"].includes(state.view) ? `-${this.layer.index}.${this.head}` : ""}`;
+    fill(
+      this.top,
+      element(
+        "h1",
+        { title: data ? short(data.meta.title, 400) : "", dir: "auto" },
+        data ? short(data.meta.title, 120) : "regard",
+      ),
+      element("nav", { "aria-label": "views" }, Object.values(this.tabs)),
+      runs,
+      element(
+        "div",
+        { class: "tools" },
+        button(
+          "save-svg",
+          "Save this view as SVG",
+          "SVG",
+          () => saveSvg(this.view, name()).catch((error) => this.fail(error)),
+          { disabled: !data },
+        ),
+        button(
+          "save-png",
+          "Save this view as PNG",
+          "PNG",
+          () => savePng(this.view, name()).catch((error) => this.fail(error)),
+          { disabled: !data },
+        ),
+        button("theme", dark ? "Light colours" : "Dark colours", dark ? "☀" : "☾", () =>
+          state.set({ theme: dark ? "light" : "dark" }),
+        ),
+        button("help", "Keys (?)", "?", () => this.help()),
+      ),
+    );
     if (this.live) this.live.header(this.top);
   }
 
   about(layer, head) {
     const role = layer.role(head);
     const measures = Object.entries(layer.measures).map(([name, values]) => `${name} ${number(values[head], 3)}`);
-    return [`${layer.name}, head ${head}`, role ? `${role.role} ${number(role.score, 3)} (equal weights ${number(role.baseline, 3)})` : "no role", ...measures].join("\n");
+    return [
+      `${layer.name}, head ${head}`,
+      role ? `${role.role} ${number(role.score, 3)} (equal weights ${number(role.baseline, 3)})` : "no role",
+      ...measures,
+    ].join("\n");
   }
 
   go(layer, head) {
     const index = clamp(layer, 0, this.run.layers.length - 1);
-    this.state.set({ layer: index, head: clamp(head, 0, this.run.layers[index].heads - 1), zoom: this.sameSize(index) ? this.state.zoom : "" });
+    this.state.set({
+      layer: index,
+      head: clamp(head, 0, this.run.layers[index].heads - 1),
+      zoom: this.sameSize(index) ? this.state.zoom : "",
+    });
   }
 
   sameSize(index) {
@@ -126,7 +201,8 @@ class App {
   // Another run: of the same text the same place, of another its beginning.
   turn(number) {
     const [a, b] = [this.layer, this.data.runs[number].layers[this.layer.index]];
-    const same = b && a.queries.tokens.join() === b.queries.tokens.join() && a.keys.tokens.join() === b.keys.tokens.join();
+    const same =
+      b && a.queries.tokens.join() === b.queries.tokens.join() && a.keys.tokens.join() === b.keys.tokens.join();
     this.state.set({ run: number, ...(same ? {} : { zoom: "", q: -1, k: -1 }) });
   }
 
@@ -143,9 +219,14 @@ class App {
     const at = event.target;
     if (at instanceof HTMLInputElement || at instanceof HTMLSelectElement || at instanceof HTMLTextAreaElement) return;
     const keys = {
-      "[": () => this.step(-1), "]": () => this.step(1), ArrowLeft: () => this.step(-1), ArrowRight: () => this.step(1),
-      "{": () => this.go(this.layer.index - 1, this.head), "}": () => this.go(this.layer.index + 1, this.head),
-      "?": () => this.help(), d: () => document.getElementById("theme").click(),
+      "[": () => this.step(-1),
+      "]": () => this.step(1),
+      ArrowLeft: () => this.step(-1),
+      ArrowRight: () => this.step(1),
+      "{": () => this.go(this.layer.index - 1, this.head),
+      "}": () => this.go(this.layer.index + 1, this.head),
+      "?": () => this.help(),
+      d: () => document.getElementById("theme").click(),
     };
     VIEWS.forEach(([name], i) => (keys[String(i + 1)] = () => this.state.set({ view: name }, true)));
     const moves = this.data && ["head", "flow", "compare"].includes(this.state.view);
@@ -157,10 +238,34 @@ class App {
   help() {
     let dialog = document.getElementById("keys");
     if (!dialog) {
-      const lines = [["1 … 5", "views"], ["← → or [ ]", "previous and next head"], ["{ }", "layer before and after"], ["arrows, in a map", "from cell to cell"], ["+ − 0, in a map", "zoom in, out, all"], ["Esc, in a map", "let go of a token"], ["wheel, pinch, drag", "zoom and pan"], ["d", "dark or light"], ["?", "this list"]];
-      dialog = element("dialog", { id: "keys", "aria-label": "keys" }, element("h2", {}, "Keys"), element("dl", {}, lines.flatMap(([key, what]) => [element("dt", {}, key), element("dd", {}, what)])),
-        element("p", {}, "The address in the browser holds this view: share it with the file. Weights are stored in steps; after ± stands how far the next one is away."),
-        element("button", { type: "button", onclick: () => dialog.close() }, "Close")); // (a form would be refused in a notebook's frame)
+      const lines = [
+        ["1 … 5", "views"],
+        ["← → or [ ]", "previous and next head"],
+        ["{ }", "layer before and after"],
+        ["arrows, in a map", "from cell to cell"],
+        ["+ − 0, in a map", "zoom in, out, all"],
+        ["Esc, in a map", "let go of a token"],
+        ["wheel, pinch, drag", "zoom and pan"],
+        ["d", "dark or light"],
+        ["?", "this list"],
+      ];
+      dialog = element(
+        "dialog",
+        { id: "keys", "aria-label": "keys" },
+        element("h2", {}, "Keys"),
+        element(
+          "dl",
+          {},
+          lines.flatMap(([key, what]) => [element("dt", {}, key), element("dd", {}, what)]),
+        ),
+        element(
+          "p",
+          {},
+          "The address in the browser holds this view: share it with the file. ",
+          "Weights are stored in steps; the number after ± is the size of a step.",
+        ),
+        element("button", { type: "button", onclick: () => dialog.close() }, "Close"),
+      ); // (a form would be refused in a notebook's frame)
       document.body.append(dialog);
     }
     dialog.showModal();
@@ -171,7 +276,8 @@ function start() {
   const meta = JSON.parse(document.getElementById("regard-meta").textContent);
   const encoded = (name) => document.getElementById(`blob-${name}`).textContent;
   if (typeof DecompressionStream === "undefined") {
-    document.getElementById("main").textContent = "This page needs a browser that can decompress (DecompressionStream): Chrome 80, Firefox 113, Safari 16.4 or newer.";
+    document.getElementById("main").textContent =
+      "This page needs a browser with DecompressionStream: Chrome 80, Firefox 113, Safari 16.4 or newer.";
     return;
   }
   const live = meta.live ? new Live(meta.live) : null;

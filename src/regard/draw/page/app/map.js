@@ -5,12 +5,37 @@ const LETTERS = 11; // pixels, of labels
 class MapView {
   constructor({ name, id, onhover = null, onpick = null, onzoom = null, ondrop = null }) {
     Object.assign(this, { onhover, onpick, onzoom, ondrop });
-    this.canvas = element("canvas", { class: "plane", id, tabindex: 0, role: "application", "aria-roledescription": "attention map", "aria-label": name });
+    this.canvas = element("canvas", {
+      class: "plane",
+      id,
+      tabindex: 0,
+      role: "application",
+      "aria-roledescription": "attention map",
+      "aria-label": name,
+    });
     this.labels = shape("svg", { class: "labels", "aria-hidden": "true" });
     this.mark = shape("svg", { class: "mark", "aria-hidden": "true" });
-    this.buttons = element("div", { class: "zoom" },
-      ...[["+", "zoom in", 0.5], ["−", "zoom out", 2], ["⤢", "show all", 0]].map(([sign, title, factor]) =>
-        element("button", { type: "button", title, "aria-label": title, id: `${id}-${title.replace(" ", "-")}`, onclick: () => (factor ? this.zoomBy(factor) : this.zoomTo(null)) }, sign)));
+    this.buttons = element(
+      "div",
+      { class: "zoom" },
+      ...[
+        ["+", "zoom in", 0.5],
+        ["−", "zoom out", 2],
+        ["⤢", "show all", 0],
+      ].map(([sign, title, factor]) =>
+        element(
+          "button",
+          {
+            type: "button",
+            title,
+            "aria-label": title,
+            id: `${id}-${title.replace(" ", "-")}`,
+            onclick: () => (factor ? this.zoomBy(factor) : this.zoomTo(null)),
+          },
+          sign,
+        ),
+      ),
+    );
     this.node = element("div", { class: "map" }, this.labels, this.canvas, this.mark, this.buttons);
     this.picture = null;
     this.cursor = null;
@@ -28,7 +53,9 @@ class MapView {
     this.picture = picture;
     this.scale = scale;
     this.window = this.valid(zoom) || [0, picture.rows.length, 0, picture.cols.length];
-    this.canvas.setAttribute("aria-label", `${title}: ${picture.rows.length} rows, queries, by ${picture.cols.length} columns, keys. Arrow keys move from cell to cell, plus and minus zoom, escape lets go.`);
+    const size = `${picture.rows.length} rows, queries, by ${picture.cols.length} columns, keys`;
+    const keys = "Arrow keys move from cell to cell, plus and minus zoom, escape lets go.";
+    this.canvas.setAttribute("aria-label", `${title}: ${size}. ${keys}`);
     this.paint();
     this.cursor = null;
     this.layout();
@@ -37,12 +64,18 @@ class MapView {
   // Pictures of the values, one pixel for each; the screen shows parts of them.
   paint() {
     const { picture, scale } = this;
-    this.image = painted(picture.values, picture.rows.length, picture.cols.length, picture.top, { signed: picture.signed, scale });
+    this.image = painted(picture.values, picture.rows.length, picture.cols.length, picture.top, {
+      signed: picture.signed,
+      scale,
+    });
     const own = picture.layer.crops.filter((crop) => crop.head === picture.head && crop.codes && !picture.parts);
     const values = own.map((crop) => decodeAll(crop.codes, crop.scale[0], crop.bits));
     const { links } = picture.layer;
     this.top = Math.max(...values.map(largest), links ? links.weights.scale[picture.head] : 0); // of single weights
-    this.crops = own.map((crop, i) => ({ crop, image: painted(values[i], crop.shape[1], crop.shape[2], this.top, { scale }) }));
+    this.crops = own.map((crop, i) => ({
+      crop,
+      image: painted(values[i], crop.shape[1], crop.shape[2], this.top, { scale }),
+    }));
   }
 
   // A window as it can be shown, or null: rounding may have pushed it over the edge by a little, but not by more.
@@ -79,18 +112,29 @@ class MapView {
     if (!this.picture || !this.node.clientWidth) return;
     const { rows, cols } = this.picture;
     const room = this.node.clientWidth;
-    const longest = (groups) => groups.slice(0, 400).reduce((most, group) => Math.max(most, widthOf(short(axisLabel(group), 16))), 1) + (groups.length > 60 ? widthOf("000 ") : 0);
+    const longest = (groups) =>
+      groups.slice(0, 400).reduce((most, group) => Math.max(most, widthOf(short(axisLabel(group), 16))), 1) +
+      (groups.length > 60 ? widthOf("000 ") : 0);
     const least = this.picture.layer.pooled ? 64 : 34; // (tokens come to sight when one zooms in)
     this.left = Math.ceil(clamp(10 + longest(rows), least, Math.max(Math.min(room * 0.3, 110), least)));
     this.above = Math.ceil(clamp(10 + longest(cols), least, 96));
     const most = Math.max(240, window.innerHeight - 310);
-    const cell = Math.min((room - this.left - 4) / cols.length, Math.max(most / rows.length, (room - this.left) / cols.length / 8), 56);
+    const cell = Math.min(
+      (room - this.left - 4) / cols.length,
+      Math.max(most / rows.length, (room - this.left) / cols.length / 8),
+      56,
+    );
     this.width = Math.round(clamp(cell * cols.length, 56, room - this.left - 4));
     this.height = Math.round(clamp(cell * rows.length, 56, most));
     const ratio = window.devicePixelRatio || 1;
     this.canvas.width = Math.round(this.width * ratio);
     this.canvas.height = Math.round(this.height * ratio);
-    Object.assign(this.canvas.style, { width: `${this.width}px`, height: `${this.height}px`, left: `${this.left}px`, top: `${this.above}px` });
+    Object.assign(this.canvas.style, {
+      width: `${this.width}px`,
+      height: `${this.height}px`,
+      left: `${this.left}px`,
+      top: `${this.above}px`,
+    });
     for (const svg of [this.labels, this.mark]) {
       svg.setAttribute("width", this.left + this.width + 4);
       svg.setAttribute("height", this.above + this.height + 4);
@@ -161,10 +205,30 @@ class MapView {
     };
     const font = { "font-size": LETTERS, fill: "currentColor" };
     along(picture.rows, picture.layer.queries, r0, r1, height, tall, (y, said) =>
-      shape("text", { ...font, x: left - 5, y: above + y + 4, "text-anchor": "end", direction: "ltr" }, isolated(fitted(said, left - 7))));
+      shape(
+        "text",
+        { ...font, x: left - 5, y: above + y + 4, "text-anchor": "end", direction: "ltr" },
+        isolated(fitted(said, left - 7)),
+      ),
+    );
     along(picture.cols, picture.layer.keys, c0, c1, width, wide, (x, said) =>
-      shape("text", { ...font, transform: `translate(${left + x + 4} ${above - 5}) rotate(-90)` }, isolated(fitted(said, above - 7))));
-    made.push(shape("rect", { x: left - 0.5, y: above - 0.5, width: width + 1, height: height + 1, fill: "none", stroke: "currentColor", "stroke-opacity": 0.35 }));
+      shape(
+        "text",
+        { ...font, transform: `translate(${left + x + 4} ${above - 5}) rotate(-90)` },
+        isolated(fitted(said, above - 7)),
+      ),
+    );
+    made.push(
+      shape("rect", {
+        x: left - 0.5,
+        y: above - 0.5,
+        width: width + 1,
+        height: height + 1,
+        fill: "none",
+        stroke: "currentColor",
+        "stroke-opacity": 0.35,
+      }),
+    );
     fill(this.labels, made);
   }
 
@@ -176,13 +240,22 @@ class MapView {
     const box = ([c, r, w, h], attributes) => {
       const [x0, y0] = [clamp((c - c0) * x, 0, width), clamp((r - r0) * y, 0, height)];
       const [x1, y1] = [clamp((c + w - c0) * x, 0, width), clamp((r + h - r0) * y, 0, height)];
-      return x1 > x0 && y1 > y0 ? shape("rect", { x: left + x0, y: above + y0, width: x1 - x0, height: y1 - y0, fill: "none", ...attributes }) : null;
+      return x1 > x0 && y1 > y0
+        ? shape("rect", { x: left + x0, y: above + y0, width: x1 - x0, height: y1 - y0, fill: "none", ...attributes })
+        : null;
     };
-    const made = this.frames.map((place) => box(place, { stroke: "var(--accent)", "stroke-dasharray": "3 2", "stroke-opacity": 0.9 }));
+    const made = this.frames.map((place) =>
+      box(place, { stroke: "var(--accent)", "stroke-dasharray": "3 2", "stroke-opacity": 0.9 }),
+    );
     if (this.cursor) {
       const [tall, wide] = this.unit;
       const [r, c] = this.cursor;
-      made.push(box([Math.floor(c * wide) / wide, Math.floor(r * tall) / tall, 1 / wide, 1 / tall], { stroke: "var(--accent)", "stroke-width": 2 }));
+      made.push(
+        box([Math.floor(c * wide) / wide, Math.floor(r * tall) / tall, 1 / wide, 1 / tall], {
+          stroke: "var(--accent)",
+          "stroke-width": 2,
+        }),
+      );
     }
     fill(this.mark, made);
   }
@@ -191,7 +264,10 @@ class MapView {
   place(event) {
     const box = this.canvas.getBoundingClientRect();
     const [r0, r1, c0, c1] = this.window;
-    return [r0 + ((event.clientY - box.top) / box.height) * (r1 - r0), c0 + ((event.clientX - box.left) / box.width) * (c1 - c0)];
+    return [
+      r0 + ((event.clientY - box.top) / box.height) * (r1 - r0),
+      c0 + ((event.clientX - box.left) / box.width) * (c1 - c0),
+    ];
   }
 
   hover(place) {
@@ -207,7 +283,8 @@ class MapView {
 
   zoomBy(factor, around = null) {
     const [r0, r1, c0, c1] = this.window;
-    const inSight = this.cursor && this.cursor[0] >= r0 && this.cursor[0] < r1 && this.cursor[1] >= c0 && this.cursor[1] < c1;
+    const inSight =
+      this.cursor && this.cursor[0] >= r0 && this.cursor[0] < r1 && this.cursor[1] >= c0 && this.cursor[1] < c1;
     const middle = around || (inSight ? this.cursor : [(r0 + r1) / 2, (c0 + c1) / 2]);
     const { rows, cols } = this.picture;
     const [tall, wide] = this.tokens;
@@ -220,7 +297,8 @@ class MapView {
   }
 
   zoomTo(zoom) {
-    const asWritten = zoom && zoom.map((x) => Math.round(x * 1e5) / 1e5); // so that the address gives the same to the pixel
+    // Rounded, so that the address gives the same window to the pixel.
+    const asWritten = zoom && zoom.map((x) => Math.round(x * 1e5) / 1e5);
     this.window = this.valid(asWritten) || [0, this.picture.rows.length, 0, this.picture.cols.length];
     this.draw();
     this.onzoom && this.onzoom(this.whole ? null : this.window);
@@ -259,7 +337,8 @@ class MapView {
   up(event) {
     const place = this.place(event);
     this.pointers.delete(event.pointerId);
-    for (const left of this.pointers.values()) this.dragged = this.place(left); // the finger that stays goes on from where it is
+    // A finger that stays goes on dragging from where it is.
+    for (const left of this.pointers.values()) this.dragged = this.place(left);
     if (event.type === "pointerup" && this.moved <= 4) this.pick(place);
   }
 
@@ -278,10 +357,12 @@ class MapView {
       const { rows, cols } = this.picture;
       const by = this.cursor ? steps[event.key] : [0, 0];
       const from = this.cursor || [this.window[0], this.window[2]];
-      this.pick([rows.length, cols.length].map((count, axis) => {
-        const per = this.unit[axis];
-        return (clamp(Math.floor(from[axis] * per + 1e-3) + by[axis], 0, Math.round(count * per) - 1) + 0.5) / per;
-      }));
+      this.pick(
+        [rows.length, cols.length].map((count, axis) => {
+          const per = this.unit[axis];
+          return (clamp(Math.floor(from[axis] * per + 1e-3) + by[axis], 0, Math.round(count * per) - 1) + 0.5) / per;
+        }),
+      );
       this.follow();
     } else if (event.key === "Escape" && this.cursor) this.drop();
     else if (event.key === "+" || event.key === "=") this.zoomBy(0.5);
@@ -306,7 +387,10 @@ class MapView {
       const half = 0.5 / per;
       return Math.max(at + half - last, 0) || Math.min(at - half - first, 0);
     };
-    const [down, right] = [moved([r0, r1], this.cursor[0], this.unit[0]), moved([c0, c1], this.cursor[1], this.unit[1])];
+    const [down, right] = [
+      moved([r0, r1], this.cursor[0], this.unit[0]),
+      moved([c0, c1], this.cursor[1], this.unit[1]),
+    ];
     if (Math.abs(down) > 1e-6 || Math.abs(right) > 1e-6) this.zoomTo([r0 + down, r1 + down, c0 + right, c1 + right]);
   }
 }

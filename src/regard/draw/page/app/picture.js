@@ -11,7 +11,15 @@ class Picture {
   static of(layer, head, { words = false, specials = true } = {}) {
     const values = layer.matrix(head);
     const [, rows, cols] = layer.map.shape;
-    if (layer.pooled) return new Picture(layer, head, spans(layer.n, rows, layer.queries), spans(layer.m, cols, layer.keys), values, largest(values));
+    if (layer.pooled)
+      return new Picture(
+        layer,
+        head,
+        spans(layer.n, rows, layer.queries),
+        spans(layer.m, cols, layer.keys),
+        values,
+        largest(values),
+      );
     const groups = (text) => {
       const found = text.groups(words, specials);
       return found.length ? found : text.groups(words, true); // (a text of nothing but marks)
@@ -49,7 +57,13 @@ class Picture {
   at(r, c, exact) {
     const [i, j] = [clamp(Math.floor(r), 0, this.rows.length - 1), clamp(Math.floor(c), 0, this.cols.length - 1)];
     const { layer, head } = this;
-    const cell = { i, j, query: this.rows[i].slice(0, 2), key: this.cols[j].slice(0, 2), tokens: [this.rows[i][0], this.cols[j][0]] };
+    const cell = {
+      i,
+      j,
+      query: this.rows[i].slice(0, 2),
+      key: this.cols[j].slice(0, 2),
+      tokens: [this.rows[i][0], this.cols[j][0]],
+    };
     if (layer.pooled && exact && !this.parts) {
       const [q, k] = [tokenAt(r, this.rows.length, layer.n), tokenAt(c, this.cols.length, layer.m)];
       const found = layer.exactly(head, q, k);
@@ -98,7 +112,11 @@ function reduced(values, rows, cols, most) {
     return range(Math.ceil(count / size)).map((i) => [i * size, Math.min((i + 1) * size, count)]);
   };
   const [r, c] = [groups(rows), groups(cols)];
-  return { values: r.length < rows || c.length < cols ? gathered(values, cols, r, c) : values, rows: r.length, cols: c.length };
+  return {
+    values: r.length < rows || c.length < cols ? gathered(values, cols, r, c) : values,
+    rows: r.length,
+    cols: c.length,
+  };
 }
 
 function spoken(text, [first, last]) {

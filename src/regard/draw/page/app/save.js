@@ -19,12 +19,21 @@ class Drawing {
     const width = Math.ceil(Math.max(this.frame.width, root.scrollWidth)) + 2 * MARGIN;
     const height = Math.ceil(Math.max(this.frame.height, root.scrollHeight)) + 2 * MARGIN;
     const paper = getComputedStyle(document.body);
-    this.svg = shape("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "font-family": paper.fontFamily }, shape("rect", { width, height, fill: paper.backgroundColor }));
+    this.svg = shape(
+      "svg",
+      { width, height, viewBox: `0 0 ${width} ${height}`, "font-family": paper.fontFamily },
+      shape("rect", { width, height, fill: paper.backgroundColor }),
+    );
     this.walk(root, this.svg, { left: -1e9, right: 1e9, top: -1e9, bottom: 1e9 });
   }
 
   place(box) {
-    return { x: box.left - this.frame.left + MARGIN, y: box.top - this.frame.top + MARGIN, width: box.width, height: box.height };
+    return {
+      x: box.left - this.frame.left + MARGIN,
+      y: box.top - this.frame.top + MARGIN,
+      width: box.width,
+      height: box.height,
+    };
   }
 
   // `into` is what a node is drawn into; `clip` what can be seen of it.
@@ -39,7 +48,8 @@ class Drawing {
     if (node instanceof HTMLCanvasElement) return void target.append(this.canvas(node, box, style));
     if (node instanceof SVGSVGElement) return void target.append(this.copy(node, box, style));
     target.append(...this.background(box, style));
-    if (node instanceof HTMLSelectElement || node instanceof HTMLInputElement) return void target.append(...this.control(node, box, style));
+    if (node instanceof HTMLSelectElement || node instanceof HTMLInputElement)
+      return void target.append(...this.control(node, box, style));
     this.children(node, target, clip, box, style);
   }
 
@@ -47,16 +57,26 @@ class Drawing {
   children(node, into, clip, box, style) {
     const hides = node !== this.root && (style.overflowX !== "visible" || style.overflowY !== "visible");
     const { x, y, width, height } = this.place(box);
-    const target = hides ? into.appendChild(shape("svg", { x, y, width, height, viewBox: `${x} ${y} ${width} ${height}` })) : into;
+    const target = hides
+      ? into.appendChild(shape("svg", { x, y, width, height, viewBox: `${x} ${y} ${width} ${height}` }))
+      : into;
     const inner = hides ? overlap(clip, box) : clip;
-    const over = (child) => child.nodeType === Node.ELEMENT_NODE && (getComputedStyle(child).position === "sticky" || child.tagName === "THEAD");
+    const over = (child) =>
+      child.nodeType === Node.ELEMENT_NODE &&
+      (getComputedStyle(child).position === "sticky" || child.tagName === "THEAD");
     const all = [...node.childNodes];
-    for (const child of [...all.filter((one) => !over(one)), ...all.filter(over)]) this.walk(child, target, inner); // (what sticks is on top)
+    // Sticky elements are drawn last, on top.
+    for (const child of [...all.filter((node) => !over(node)), ...all.filter(over)]) this.walk(child, target, inner);
   }
 
   canvas(node, box, style) {
     const sharp = style.imageRendering === "pixelated" ? "pixelated" : null;
-    return shape("image", { ...this.place(box), href: node.toDataURL(), preserveAspectRatio: "none", "image-rendering": sharp });
+    return shape("image", {
+      ...this.place(box),
+      href: node.toDataURL(),
+      preserveAspectRatio: "none",
+      "image-rendering": sharp,
+    });
   }
 
   copy(node, box, style) {
@@ -71,13 +91,42 @@ class Drawing {
   background(box, style) {
     const none = (colour) => colour === "rgba(0, 0, 0, 0)" || colour === "transparent";
     const place = this.place(box);
-    const edges = ["Top", "Left"].map((side) => parseFloat(style[`border${side}Width`]) > 0 && style[`border${side}Style`] !== "none" && style[`border${side}Color`]);
+    const edges = ["Top", "Left"].map(
+      (side) =>
+        parseFloat(style[`border${side}Width`]) > 0 &&
+        style[`border${side}Style`] !== "none" &&
+        style[`border${side}Color`],
+    );
     const made = [];
-    if (!none(style.backgroundColor) || (edges[0] && edges[1])) made.push(shape("rect", { ...place, rx: parseFloat(style.borderTopLeftRadius) || 0, fill: none(style.backgroundColor) ? "none" : style.backgroundColor, stroke: (edges[0] && edges[1] && edges[0]) || "none" }));
-    if (edges[0] && !edges[1]) made.push(shape("path", { d: `M${place.x} ${place.y}h${place.width}`, stroke: edges[0] }));
-    if (edges[1] && !edges[0]) made.push(shape("path", { d: `M${place.x} ${place.y}v${place.height}`, stroke: edges[1], "stroke-width": parseFloat(style.borderLeftWidth) }));
+    if (!none(style.backgroundColor) || (edges[0] && edges[1]))
+      made.push(
+        shape("rect", {
+          ...place,
+          rx: parseFloat(style.borderTopLeftRadius) || 0,
+          fill: none(style.backgroundColor) ? "none" : style.backgroundColor,
+          stroke: (edges[0] && edges[1] && edges[0]) || "none",
+        }),
+      );
+    if (edges[0] && !edges[1])
+      made.push(shape("path", { d: `M${place.x} ${place.y}h${place.width}`, stroke: edges[0] }));
+    if (edges[1] && !edges[0])
+      made.push(
+        shape("path", {
+          d: `M${place.x} ${place.y}v${place.height}`,
+          stroke: edges[1],
+          "stroke-width": parseFloat(style.borderLeftWidth),
+        }),
+      );
     const share = parseFloat(style.getPropertyValue("--share"));
-    if (share > 0) made.push(shape("rect", { ...place, width: (place.width * share) / 100, fill: getComputedStyle(document.documentElement).getPropertyValue("--line").trim(), "fill-opacity": 0.22 }));
+    if (share > 0)
+      made.push(
+        shape("rect", {
+          ...place,
+          width: (place.width * share) / 100,
+          fill: getComputedStyle(document.documentElement).getPropertyValue("--line").trim(),
+          "fill-opacity": 0.22,
+        }),
+      );
     return made;
   }
 
@@ -85,9 +134,32 @@ class Drawing {
     const { x, y, width, height } = this.place(box);
     if (node.type === "range") {
       const at = x + 7 + ((width - 14) * (node.value - node.min)) / (node.max - node.min);
-      return [shape("rect", { x, y: y + height / 2 - 2, width, height: 4, rx: 2, fill: style.color, "fill-opacity": 0.25 }), shape("circle", { cx: at, cy: y + height / 2, r: 7, fill: style.accentColor === "auto" ? style.color : style.accentColor })];
+      return [
+        shape("rect", {
+          x,
+          y: y + height / 2 - 2,
+          width,
+          height: 4,
+          rx: 2,
+          fill: style.color,
+          "fill-opacity": 0.25,
+        }),
+        shape("circle", {
+          cx: at,
+          cy: y + height / 2,
+          r: 7,
+          fill: style.accentColor === "auto" ? style.color : style.accentColor,
+        }),
+      ];
     }
-    const said = node instanceof HTMLSelectElement ? (node.selectedOptions[0] || {}).textContent || "" : node.type === "checkbox" ? (node.checked ? "☑" : "☐") : node.value;
+    const said =
+      node instanceof HTMLSelectElement
+        ? (node.selectedOptions[0] || {}).textContent || ""
+        : node.type === "checkbox"
+          ? node.checked
+            ? "☑"
+            : "☐"
+          : node.value;
     return [line(said, node.type === "checkbox" ? x : x + 8, y + height * 0.5 + 5, style)];
   }
 
@@ -98,19 +170,35 @@ class Drawing {
     part.selectNodeContents(node);
     const boxes = [...part.getClientRects()].filter((box) => box.width > 0);
     if (!node.nodeValue.trim() || !boxes.some((box) => inSight(box, clip))) return [];
-    if (boxes.length === 1 && !/^\s/.test(node.nodeValue)) return [this.line(node.nodeValue.trimEnd(), boxes[0], style)];
+    if (boxes.length === 1 && !/^\s/.test(node.nodeValue))
+      return [this.line(node.nodeValue.trimEnd(), boxes[0], style)];
     const lines = [];
     let at = 0;
-    for (const letter of node.nodeValue) { // (a letter may be two units long)
+    for (const letter of node.nodeValue) {
+      // (a letter may be two units long)
       part.setStart(node, at);
       part.setEnd(node, (at += letter.length));
       const box = part.getBoundingClientRect();
       const last = lines[lines.length - 1];
-      if (last && (box.width === 0 || Math.abs(last.box.top - box.top) < 4)) Object.assign(last, { text: last.text + letter, right: Math.max(last.right, box.right), left: box.width ? Math.min(last.left, box.left) : last.left });
+      if (last && (box.width === 0 || Math.abs(last.box.top - box.top) < 4))
+        Object.assign(last, {
+          text: last.text + letter,
+          right: Math.max(last.right, box.right),
+          left: box.width ? Math.min(last.left, box.left) : last.left,
+        });
       else if (box.width > 0 && letter.trim()) lines.push({ text: letter, box, left: box.left, right: box.right });
     }
-    const boxOf = ({ box, left, right }) => ({ left, right, top: box.top, bottom: box.bottom, width: right - left, height: box.height });
-    return lines.filter((one) => inSight(boxOf(one), clip)).map((one) => this.line(one.text.trimEnd(), boxOf(one), style));
+    const boxOf = ({ box, left, right }) => ({
+      left,
+      right,
+      top: box.top,
+      bottom: box.bottom,
+      width: right - left,
+      height: box.height,
+    });
+    return lines
+      .filter((one) => inSight(boxOf(one), clip))
+      .map((one) => this.line(one.text.trimEnd(), boxOf(one), style));
   }
 
   line(text, box, style) {
@@ -119,21 +207,46 @@ class Drawing {
   }
 }
 
-const inSight = (box, clip) => box.width > 0 && box.height > 0 && box.right > clip.left && box.left < clip.right && box.bottom > clip.top && box.top < clip.bottom;
+const inSight = (box, clip) =>
+  box.width > 0 &&
+  box.height > 0 &&
+  box.right > clip.left &&
+  box.left < clip.right &&
+  box.bottom > clip.top &&
+  box.top < clip.bottom;
 
-const overlap = (a, b) => ({ left: Math.max(a.left, b.left), right: Math.min(a.right, b.right), top: Math.max(a.top, b.top), bottom: Math.min(a.bottom, b.bottom) });
+const overlap = (a, b) => ({
+  left: Math.max(a.left, b.left),
+  right: Math.min(a.right, b.right),
+  top: Math.max(a.top, b.top),
+  bottom: Math.min(a.bottom, b.bottom),
+});
 
 // Text without what XML cannot hold: control characters, halves of letters.
 const proper = (text) => text.replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\ufffe\uffff]|\p{Surrogate}/gu, "\ufffd");
 
 function line(text, x, y, style) {
-  return shape("text", { x, y, fill: style.color, "font-size": style.fontSize, "font-weight": style.fontWeight, "font-style": style.fontStyle, "xml:space": "preserve", "font-family": style.fontFamily.includes("mono") ? "monospace" : null }, proper(text));
+  return shape(
+    "text",
+    {
+      x,
+      y,
+      fill: style.color,
+      "font-size": style.fontSize,
+      "font-weight": style.fontWeight,
+      "font-style": style.fontStyle,
+      "xml:space": "preserve",
+      "font-family": style.fontFamily.includes("mono") ? "monospace" : null,
+    },
+    proper(text),
+  );
 }
 
 // Colours that are names in the page's style are written out.
 function inline(from, to) {
   const style = getComputedStyle(from);
-  for (const name of ["fill", "stroke"]) if (from.hasAttribute(name)) to.setAttribute(name, from.getAttribute(name) === "none" ? "none" : style[name]);
+  for (const name of ["fill", "stroke"])
+    if (from.hasAttribute(name)) to.setAttribute(name, from.getAttribute(name) === "none" ? "none" : style[name]);
   [...from.children].forEach((child, i) => inline(child, to.children[i]));
 }
 
@@ -152,7 +265,8 @@ async function saveSvg(view, name) {
 async function savePng(view, name) {
   const svg = await drawn(view);
   const [width, height] = [Number(svg.getAttribute("width")), Number(svg.getAttribute("height"))];
-  const scale = Math.min(2, Math.sqrt(6e7 / (width * height)), 16000 / Math.max(width, height)); // what a canvas can hold
+  // At most what a canvas can hold.
+  const scale = Math.min(2, Math.sqrt(6e7 / (width * height)), 16000 / Math.max(width, height));
   const image = new Image(width, height);
   image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(asXml(svg))}`;
   await image.decode();

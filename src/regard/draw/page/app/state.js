@@ -1,11 +1,37 @@
 // What is shown, kept in the address, so that a view can be shared. What is as by default is not written.
 
 const DEFAULTS = {
-  view: "model", run: 0, layer: 0, head: 0, q: -1, k: -1, zoom: "", words: 0, specials: 1, scale: "root", threshold: 0.02, top: 8,
-  sort: "layer", down: 0, role: "", by: "", than: "least", least: "", tsort: "layer", tdown: 0, filter: "", other: "", theme: "",
+  view: "model",
+  run: 0,
+  layer: 0,
+  head: 0,
+  q: -1,
+  k: -1,
+  zoom: "",
+  words: 0,
+  specials: 1,
+  scale: "root",
+  threshold: 0.02,
+  top: 8,
+  sort: "layer",
+  down: 0,
+  role: "",
+  by: "",
+  than: "least",
+  least: "",
+  tsort: "layer",
+  tdown: 0,
+  filter: "",
+  other: "",
+  theme: "",
 };
 // What may stand in an address: anybody can write one by hand.
-const AMONG = { view: ["model", "head", "flow", "table", "compare"], scale: ["root", "linear"], than: ["least", "most"], theme: ["light", "dark"] };
+const AMONG = {
+  view: ["model", "head", "flow", "table", "compare"],
+  scale: ["root", "linear"],
+  than: ["least", "most"],
+  theme: ["light", "dark"],
+};
 const BETWEEN = { threshold: [0, 0.5], top: [1, 32], words: [0, 1], specials: [0, 1], down: [0, 1], tdown: [0, 1] };
 const REST = 150; // milliseconds without a change until it is written: browsers refuse hundreds of addresses in a row
 
@@ -64,8 +90,8 @@ class State {
     return "#" + said.toString();
   }
 
-  // What makes an element a link to another view. A plain click changes the state itself: where the page has no address,
-  // following the link would leave it.
+  // The attributes that make an element a link to another view. A plain click changes the state itself: where the page
+  // has no address (a notebook's frame), following the link would leave the page.
   link(changes) {
     const follow = (event) => {
       if (event.ctrlKey || event.metaKey || event.shiftKey || event.button) return;

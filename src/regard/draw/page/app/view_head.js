@@ -6,7 +6,8 @@ class HeadView {
     this.node = element("section", { class: "view head", "aria-label": "Head" });
     const { state } = app;
     this.map = new MapView({
-      name: "attention map", id: "map",
+      name: "attention map",
+      id: "map",
       onhover: (found) => this.tell(found),
       onpick: ({ tokens: [q, k] }) => state.set({ q, k }),
       ondrop: () => state.set({ q: -1, k: -1 }),
@@ -16,35 +17,94 @@ class HeadView {
         this.app.live && this.app.live.zoomed(this);
       },
     });
-    this.links = new LinksView({ onpick: (unit) => state.set(unit < 0 ? { q: -1, k: -1 } : { q: this.app.layer.pooled ? unit : this.map.picture.rows[unit][0] }) });
+    this.links = new LinksView({
+      onpick: (unit) =>
+        state.set(unit < 0 ? { q: -1, k: -1 } : { q: this.app.layer.pooled ? unit : this.map.picture.rows[unit][0] }),
+    });
     this.readout = element("output", { class: "readout", id: "readout", "aria-live": "polite" });
   }
 
   async show() {
-    const { app, app: { state } } = this;
+    const {
+      app,
+      app: { state },
+    } = this;
     const layer = await app.layer.ready();
     const head = app.head;
     if (app.view !== this || app.layer !== layer) return;
     if (!layer.map) {
-      fill(this.node, this.title(layer, head), element("p", { class: "note" }, "Of this layer no map was kept: watch(model, keep=\"qk\") keeps what it needs."), this.details(layer, head, null));
+      fill(
+        this.node,
+        this.title(layer, head),
+        element("p", { class: "note" }, 'Of this layer no map was kept: watch(model, keep="qk") keeps what it needs.'),
+        this.details(layer, head, null),
+      );
       return;
     }
-    const slider = (name, attributes, change) => element("input", { type: "range", id: name, ...attributes, oninput: (event) => change(Number(event.target.value)) });
+    const slider = (name, attributes, change) =>
+      element("input", {
+        type: "range",
+        id: name,
+        ...attributes,
+        oninput: (event) => change(Number(event.target.value)),
+      });
     const words = layer.queries.piecesOfWords || layer.keys.piecesOfWords;
     const special = layer.queries.special.size || layer.keys.special.size;
     this.said = element("span", {}, this.filters());
-    const controls = element("div", { class: "controls" },
-      field("Threshold", slider("threshold", { min: 0, max: 0.5, step: 0.005, value: state.threshold }, (x) => state.set({ threshold: x }))),
-      field("Top", slider("most", { min: 1, max: 32, step: 1, value: state.top }, (x) => state.set({ top: x }))),
+    const controls = element(
+      "div",
+      { class: "controls" },
+      field(
+        "Threshold",
+        slider("threshold", { min: 0, max: 0.5, step: 0.005, value: state.threshold }, (x) =>
+          state.set({ threshold: x }),
+        ),
+      ),
+      field(
+        "Top",
+        slider("most", { min: 1, max: 32, step: 1, value: state.top }, (x) => state.set({ top: x })),
+      ),
       this.said,
-      special && !layer.pooled ? check("special tokens", Boolean(state.specials), (on) => state.set({ specials: Number(on), zoom: "" }), { id: "specials" }) : null,
-      words && !layer.pooled ? check("whole words", Boolean(state.words), (on) => state.set({ words: Number(on), zoom: "" }), { id: "words" }) : null,
-      field("Colour", select([["root", "root of weight"], ["linear", "weight"]], state.scale, (value) => state.set({ scale: value }), { id: "scale" })));
-    const picture = Picture.of(layer, head, { words: Boolean(state.words) && words, specials: Boolean(state.specials) });
+      special && !layer.pooled
+        ? check("special tokens", Boolean(state.specials), (on) => state.set({ specials: Number(on), zoom: "" }), {
+            id: "specials",
+          })
+        : null,
+      words && !layer.pooled
+        ? check("whole words", Boolean(state.words), (on) => state.set({ words: Number(on), zoom: "" }), {
+            id: "words",
+          })
+        : null,
+      field(
+        "Colour",
+        select(
+          [
+            ["root", "root of weight"],
+            ["linear", "weight"],
+          ],
+          state.scale,
+          (value) => state.set({ scale: value }),
+          { id: "scale" },
+        ),
+      ),
+    );
+    const picture = Picture.of(layer, head, {
+      words: Boolean(state.words) && words,
+      specials: Boolean(state.specials),
+    });
     this.legend = legend(picture.top, state.scale);
-    const parts = element("div", { class: "halves" },
-      element("div", {}, element("div", { class: "line" }, this.readout, this.legend), this.map.node, layer.pooled ? this.pooled(layer, head, picture) : null),
-      element("div", {}, element("h3", {}, "Links"), this.links.node));
+    const parts = element(
+      "div",
+      { class: "halves" },
+      element(
+        "div",
+        {},
+        element("div", { class: "line" }, this.readout, this.legend),
+        this.map.node,
+        layer.pooled ? this.pooled(layer, head, picture) : null,
+      ),
+      element("div", {}, element("h3", {}, "Links"), this.links.node),
+    );
     fill(this.node, this.title(layer, head), controls, parts, this.details(layer, head, picture));
     const zoom = state.zoom ? state.zoom.split(",").map(Number) : null;
     this.map.show(picture, { scale: state.scale, zoom, title: layer.label(head) });
@@ -71,32 +131,95 @@ class HeadView {
 
   filters() {
     const { state } = this.app;
-    return element("small", { id: "filters" }, `at least ${number(state.threshold, 3)}, the ${state.top} strongest of each query`);
+    return element(
+      "small",
+      { id: "filters" },
+      `at least ${number(state.threshold, 3)}, the ${state.top} strongest of each query`,
+    );
   }
 
   title(layer, head) {
     const { app } = this;
     const role = layer.role(head);
-    const go = (step, name, sign) => element("button", { type: "button", class: "step", id: step < 0 ? "previous" : "next", "aria-label": name, title: name, onclick: () => app.step(step) }, sign);
-    const pick = (name, count, chosen) => field(name, select(range(count).map((i) => [i, name === "Layer" ? `${i} · ${app.run.layers[i].name}` : i]), chosen, (value) => app.go(name === "Layer" ? Number(value) : layer.index, name === "Layer" ? head : Number(value)), { id: `pick-${name.toLowerCase()}` }));
+    const go = (step, name, sign) =>
+      element(
+        "button",
+        {
+          type: "button",
+          class: "step",
+          id: step < 0 ? "previous" : "next",
+          "aria-label": name,
+          title: name,
+          onclick: () => app.step(step),
+        },
+        sign,
+      );
+    const pick = (name, count, chosen) =>
+      field(
+        name,
+        select(
+          range(count).map((i) => [i, name === "Layer" ? `${i} · ${app.run.layers[i].name}` : i]),
+          chosen,
+          (value) => app.go(name === "Layer" ? Number(value) : layer.index, name === "Layer" ? head : Number(value)),
+          { id: `pick-${name.toLowerCase()}` },
+        ),
+      );
     const also = role && role.also.length ? `; also ${role.also.join(", ")}` : "";
     const none = layer.kind === "cross" ? "cross attention" : "no role";
-    return element("header", { class: "title" }, element("span", { class: "steps" }, go(-1, "previous head ([)", "‹"), go(1, "next head (])", "›")), pick("Layer", app.run.layers.length, layer.index), pick("Head", layer.heads, head),
-      element("h2", {}, badge(role && role.role), role ? role.role : none, role ? element("small", {}, ` ${number(role.score, 3)}; equal weights ${number(role.baseline, 3)}; least ${number(role.least, 3)}${also}`) : null));
+    return element(
+      "header",
+      { class: "title" },
+      element("span", { class: "steps" }, go(-1, "previous head ([)", "‹"), go(1, "next head (])", "›")),
+      pick("Layer", app.run.layers.length, layer.index),
+      pick("Head", layer.heads, head),
+      element(
+        "h2",
+        {},
+        badge(role && role.role),
+        role ? role.role : none,
+        role
+          ? element(
+              "small",
+              {},
+              ` ${number(role.score, 3)}; equal weights ${number(role.baseline, 3)}; `,
+              `least ${number(role.least, 3)}${also}`,
+            )
+          : null,
+      ),
+    );
   }
 
   pooled(layer, head, picture) {
-    const cell = `${number(layer.n / picture.rows.length, 3)} queries by ${number(layer.m / picture.cols.length, 3)} keys`;
-    return element("p", { class: "note", id: "pooled" }, `Pooled: a cell is ${cell}, and shows the share that a query of it gives to all its keys. Zoom in until tokens come to sight: weights that were kept stand there by themselves, coloured from 0 to the largest of them. All were kept where framed: `, this.crops(layer, head));
+    const [tall, wide] = [layer.n / picture.rows.length, layer.m / picture.cols.length];
+    const cell = `${number(tall, 3)} queries by ${number(wide, 3)} keys`;
+    return element(
+      "p",
+      { class: "note", id: "pooled" },
+      `Pooled: a cell is ${cell}, and shows the share that a query of it gives to all its keys. `,
+      "Zoom in until tokens come to sight: weights that were kept stand there by themselves, ",
+      "coloured from 0 to the largest of them. All were kept where framed: ",
+      this.crops(layer, head),
+    );
   }
 
   crops(layer, head) {
     const { rows, cols } = { rows: layer.map.shape[1], cols: layer.map.shape[2] };
-    const buttons = layer.crops.filter((crop) => crop.head === head).map((crop) => {
-      const [, tall, wide] = crop.shape;
-      const zoom = [crop.row / layer.n, (crop.row + tall) / layer.n, crop.col / layer.m, (crop.col + wide) / layer.m].map((x, i) => x * (i < 2 ? rows : cols));
-      return element("button", { type: "button", class: "crop", id: `crop-${crop.row}-${crop.col}`, onclick: () => this.map.zoomTo(zoom) }, `${crop.row}–${crop.row + tall - 1} → ${crop.col}–${crop.col + wide - 1}`);
-    });
+    const buttons = layer.crops
+      .filter((crop) => crop.head === head)
+      .map((crop) => {
+        const [, tall, wide] = crop.shape;
+        const zoom = [
+          crop.row / layer.n,
+          (crop.row + tall) / layer.n,
+          crop.col / layer.m,
+          (crop.col + wide) / layer.m,
+        ].map((x, i) => x * (i < 2 ? rows : cols));
+        return element(
+          "button",
+          { type: "button", class: "crop", id: `crop-${crop.row}-${crop.col}`, onclick: () => this.map.zoomTo(zoom) },
+          `${crop.row}–${crop.row + tall - 1} → ${crop.col}–${crop.col + wide - 1}`,
+        );
+      });
     return element("span", {}, buttons.length ? buttons : "nowhere");
   }
 
@@ -109,7 +232,10 @@ class HeadView {
     const { layer } = picture;
     // (of a pooled map the place of the token itself, at its beginning: its middle may lie in the next cell)
     const place = (at, token, count, cells) => (layer.pooled ? ((token + 1e-4) * cells) / count : at + 0.5);
-    this.map.cursor = i >= 0 && j >= 0 ? [place(i, state.q, layer.n, picture.rows.length), place(j, state.k, layer.m, picture.cols.length)] : null;
+    this.map.cursor =
+      i >= 0 && j >= 0
+        ? [place(i, state.q, layer.n, picture.rows.length), place(j, state.k, layer.m, picture.cols.length)]
+        : null;
     this.map.drawMark();
     this.map.hover(this.map.cursor);
   }
@@ -117,7 +243,9 @@ class HeadView {
   showLinks() {
     const { state } = this.app;
     const { picture } = this.map;
-    const chosen = picture.layer.pooled ? state.q : picture.rows.findIndex(([first, last]) => first <= state.q && state.q < last);
+    const chosen = picture.layer.pooled
+      ? state.q
+      : picture.rows.findIndex(([first, last]) => first <= state.q && state.q < last);
     this.links.show(picture, { threshold: state.threshold, top: state.top, chosen, window: this.map.window });
   }
 
@@ -132,14 +260,29 @@ class HeadView {
     }
     out.classList.remove("note");
     const [q, k] = [spoken(layer.queries, found.query), spoken(layer.keys, found.key)];
-    fill(out, element("b", {}, isolated(q)), " → ", element("b", {}, isolated(k)), ` ${number(found.value)} `, element("small", {}, `± ${number(found.step, 2)}${found.pooled ? ", pooled" : ""}`));
-    Object.assign(out.dataset, { value: found.value, step: found.step, query: found.query.join("-"), key: found.key.join("-") });
+    fill(
+      out,
+      element("b", {}, isolated(q)),
+      " → ",
+      element("b", {}, isolated(k)),
+      ` ${number(found.value)} `,
+      element("small", {}, `± ${number(found.step, 2)}${found.pooled ? ", pooled" : ""}`),
+    );
+    Object.assign(out.dataset, {
+      value: found.value,
+      step: found.step,
+      query: found.query.join("-"),
+      key: found.key.join("-"),
+    });
   }
 
   // [query, key, weight] in words. Of a pooled map those links that were kept, else its cells.
   strongest(layer, head, picture) {
     const named = (text, i) => (text.tokens[i] === String(i) ? `${i}` : `${i} ${text.tokens[i]}`);
-    if (layer.pooled && layer.links) return layer.strongestOfAll(head, 12).map(([q, k, value]) => [named(layer.queries, q), named(layer.keys, k), value]);
+    if (layer.pooled && layer.links)
+      return layer
+        .strongestOfAll(head, 12)
+        .map(([q, k, value]) => [named(layer.queries, q), named(layer.keys, k), value]);
     return picture.largest(12).map(([i, j, value]) => [picture.rows[i][2], picture.cols[j][2], value]);
   }
 
@@ -147,12 +290,62 @@ class HeadView {
   details(layer, head, picture) {
     const rows = Object.entries(layer.measures).map(([name, values]) => {
       const even = layer.baseline && layer.baseline[name];
-      return element("tr", {}, element("th", { scope: "row" }, name), element("td", {}, number(values[head])), element("td", {}, even === undefined ? "" : number(even)));
+      return element(
+        "tr",
+        {},
+        element("th", { scope: "row" }, name),
+        element("td", {}, number(values[head])),
+        element("td", {}, even === undefined ? "" : number(even)),
+      );
     });
-    const measures = element("table", { class: "plain" }, element("caption", {}, "Measures"), element("thead", {}, element("tr", {}, element("th", { scope: "col" }, ""), element("th", { scope: "col" }, "this head"), element("th", { scope: "col" }, "equal weights"))), element("tbody", {}, rows));
-    const strongest = (picture ? this.strongest(layer, head, picture) : []).map(([query, key, value]) => element("tr", {}, element("td", {}, isolated(short(query, 20))), element("td", {}, isolated(short(key, 20))), element("td", {}, number(value))));
-    const links = element("table", { class: "plain", id: "strongest" }, element("caption", {}, "Strongest links"), element("thead", {}, element("tr", {}, ["query", "key", "weight"].map((name) => element("th", { scope: "col" }, name)))), element("tbody", {}, strongest));
-    return element("div", { class: "details" }, measures, layer.offsets ? this.profile(layer, head) : null, picture ? links : null);
+    const measures = element(
+      "table",
+      { class: "plain" },
+      element("caption", {}, "Measures"),
+      element(
+        "thead",
+        {},
+        element(
+          "tr",
+          {},
+          element("th", { scope: "col" }, ""),
+          element("th", { scope: "col" }, "this head"),
+          element("th", { scope: "col" }, "equal weights"),
+        ),
+      ),
+      element("tbody", {}, rows),
+    );
+    const strongest = (picture ? this.strongest(layer, head, picture) : []).map(([query, key, value]) =>
+      element(
+        "tr",
+        {},
+        element("td", {}, isolated(short(query, 20))),
+        element("td", {}, isolated(short(key, 20))),
+        element("td", {}, number(value)),
+      ),
+    );
+    const links = element(
+      "table",
+      { class: "plain", id: "strongest" },
+      element("caption", {}, "Strongest links"),
+      element(
+        "thead",
+        {},
+        element(
+          "tr",
+          {},
+          ["query", "key", "weight"].map((name) => element("th", { scope: "col" }, name)),
+        ),
+      ),
+      element("tbody", {}, strongest),
+    );
+    return element(
+      "div",
+      { class: "details" },
+      measures,
+      layer.offsets ? this.profile(layer, head) : null,
+      picture ? links : null,
+    );
   }
 
   // The mass by relative position.
@@ -163,14 +356,45 @@ class HeadView {
     const top = Math.max(largest(own), 1e-9);
     const sign = (i) => (i > before ? `+${i - before}` : i < before ? `−${before - i}` : "0");
     const words = { x: bar / 2, "text-anchor": "middle", "font-size": 10, fill: "currentColor" };
-    const bars = own.map((x, i) => shape("g", { transform: `translate(${i * bar} ${above})` },
-      shape("rect", { x: 1, y: height - (x / top) * height, width: bar - 2, height: (x / top) * height, fill: "var(--line)" }, shape("title", {}, `${sign(i)}: ${number(x, 3)}`)),
-      x === top ? shape("text", { ...words, y: -4 }, number(x, 2)) : null,
-      (i - before) % 4 ? null : shape("text", { ...words, y: height + 13 }, sign(i))));
+    const bars = own.map((x, i) =>
+      shape(
+        "g",
+        { transform: `translate(${i * bar} ${above})` },
+        shape(
+          "rect",
+          { x: 1, y: height - (x / top) * height, width: bar - 2, height: (x / top) * height, fill: "var(--line)" },
+          shape("title", {}, `${sign(i)}: ${number(x, 3)}`),
+        ),
+        x === top ? shape("text", { ...words, y: -4 }, number(x, 2)) : null,
+        (i - before) % 4 ? null : shape("text", { ...words, y: height + 13 }, sign(i)),
+      ),
+    );
     const rest = Math.max(0, 1 - own.reduce((a, b) => a + b, 0));
-    const floor = shape("line", { x1: 0, x2: own.length * bar, y1: above + height + 0.5, y2: above + height + 0.5, stroke: "currentColor", "stroke-opacity": 0.4 });
-    return element("figure", {}, element("figcaption", {}, "Mass by relative position"),
-      shape("svg", { class: "profile", width: own.length * bar, height: above + height + 18, role: "img", "aria-label": own.map((x, i) => `${sign(i)}: ${number(x, 2)}`).join(", ") }, floor, bars),
-      element("small", {}, `farther away: ${number(rest, 3)}`));
+    const floor = shape("line", {
+      x1: 0,
+      x2: own.length * bar,
+      y1: above + height + 0.5,
+      y2: above + height + 0.5,
+      stroke: "currentColor",
+      "stroke-opacity": 0.4,
+    });
+    return element(
+      "figure",
+      {},
+      element("figcaption", {}, "Mass by relative position"),
+      shape(
+        "svg",
+        {
+          class: "profile",
+          width: own.length * bar,
+          height: above + height + 18,
+          role: "img",
+          "aria-label": own.map((x, i) => `${sign(i)}: ${number(x, 2)}`).join(", "),
+        },
+        floor,
+        bars,
+      ),
+      element("small", {}, `farther away: ${number(rest, 3)}`),
+    );
   }
 }

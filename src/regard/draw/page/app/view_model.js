@@ -6,16 +6,23 @@ class ModelView {
   constructor(app) {
     this.app = app;
     this.node = element("section", { class: "view model", "aria-label": "Model" });
-    this.watcher = new IntersectionObserver((entries) => {
-      for (const entry of entries) if (entry.isIntersecting) {
-        this.watcher.unobserve(entry.target);
-        this.paint(entry.target);
-      }
-    }, { rootMargin: "300px" });
+    this.watcher = new IntersectionObserver(
+      (entries) => {
+        for (const entry of entries)
+          if (entry.isIntersecting) {
+            this.watcher.unobserve(entry.target);
+            this.paint(entry.target);
+          }
+      },
+      { rootMargin: "300px" },
+    );
   }
 
   show() {
-    const { app, app: { state, run } } = this;
+    const {
+      app,
+      app: { state, run },
+    } = this;
     const measures = run.measures;
     const counts = new Map();
     for (const { layer, head } of run.heads()) {
@@ -26,24 +33,90 @@ class ModelView {
     const known = measures.includes(state.by) ? state.by : "";
     const values = known ? run.all(known) : [];
     const ends = [Math.min(...values), Math.max(...values)];
-    const controls = element("div", { class: "controls" },
-      field("Sort", select([["layer", "by layer"], ["role", "by role"], ...measures.map((name) => [name, name])], this.sorting(), set("sort"), { id: "sort" })),
-      this.sorting() === "layer" ? null : check("descending", Boolean(state.down), (on) => state.set({ down: Number(on) }), { id: "down" }),
-      field("Role", select([["", "all"], ...run.roles.map((role) => [role, `${role} (${counts.get(role)})`]), ["-", `none (${counts.get("") || 0})`]], state.role, set("role"), { id: "role" })),
-      field("Where", select([["", "any"], ...measures.map((name) => [name, name])], state.by, (value) => state.set({ by: value, least: "" }), { id: "by" })),
-      known ? select([["least", "is at least"], ["most", "is at most"]], state.than, set("than"), { id: "than", "aria-label": "at least or at most" }) : null,
-      known ? element("input", {
-        type: "number", id: "least", step: "any", value: state.least, placeholder: number(ends[state.than === "most" ? 1 : 0], 3),
-        "aria-label": `${known}, from ${number(ends[0], 3)} to ${number(ends[1], 3)}`, onchange: (event) => state.set({ least: event.target.value }),
-      }) : null,
-      known ? element("small", {}, `${number(ends[0], 3)} to ${number(ends[1], 3)}`) : null);
+    const controls = element(
+      "div",
+      { class: "controls" },
+      field(
+        "Sort",
+        select(
+          [["layer", "by layer"], ["role", "by role"], ...measures.map((name) => [name, name])],
+          this.sorting(),
+          set("sort"),
+          { id: "sort" },
+        ),
+      ),
+      this.sorting() === "layer"
+        ? null
+        : check("descending", Boolean(state.down), (on) => state.set({ down: Number(on) }), { id: "down" }),
+      field(
+        "Role",
+        select(
+          [
+            ["", "all"],
+            ...run.roles.map((role) => [role, `${role} (${counts.get(role)})`]),
+            ["-", `none (${counts.get("") || 0})`],
+          ],
+          state.role,
+          set("role"),
+          { id: "role" },
+        ),
+      ),
+      field(
+        "Where",
+        select(
+          [["", "any"], ...measures.map((name) => [name, name])],
+          state.by,
+          (value) => state.set({ by: value, least: "" }),
+          { id: "by" },
+        ),
+      ),
+      known
+        ? select(
+            [
+              ["least", "is at least"],
+              ["most", "is at most"],
+            ],
+            state.than,
+            set("than"),
+            { id: "than", "aria-label": "at least or at most" },
+          )
+        : null,
+      known
+        ? element("input", {
+            type: "number",
+            id: "least",
+            step: "any",
+            value: state.least,
+            placeholder: number(ends[state.than === "most" ? 1 : 0], 3),
+            "aria-label": `${known}, from ${number(ends[0], 3)} to ${number(ends[1], 3)}`,
+            onchange: (event) => state.set({ least: event.target.value }),
+          })
+        : null,
+      known ? element("small", {}, `${number(ends[0], 3)} to ${number(ends[1], 3)}`) : null,
+    );
     const heads = this.chosen();
     const maps = run.layers.some((layer) => layer.map);
-    const said = maps ? "A map: queries down, keys across. Choose one to look closer." : "No maps were kept: watch(model, keep=\"qkv\") keeps what they need. Roles and measures are here.";
-    const status = element("p", { class: "note", role: "status" }, `${heads.length} of ${run.heads().length} heads. ${said}`);
-    const legend = element("ul", { class: "roles", "aria-label": "roles" }, run.roles.map((role) => element("li", {}, badge(role), role)));
+    const said = maps
+      ? "A map: queries down, keys across. Choose one to look closer."
+      : 'No maps were kept: watch(model, keep="qkv") keeps what they need. Roles and measures are here.';
+    const status = element(
+      "p",
+      { class: "note", role: "status" },
+      `${heads.length} of ${run.heads().length} heads. ${said}`,
+    );
+    const legend = element(
+      "ul",
+      { class: "roles", "aria-label": "roles" },
+      run.roles.map((role) => element("li", {}, badge(role), role)),
+    );
     this.watcher.disconnect();
-    fill(this.node, controls, run.roles.length ? legend : null, status, this.sorting() === "layer" ? this.byLayer(heads) : this.inARow(heads));
+    fill(
+      this.node,
+      controls,
+      run.roles.length ? legend : null,
+      status,
+      this.sorting() === "layer" ? this.byLayer(heads) : this.inARow(heads),
+    );
   }
 
   // By layer, by role, or by a measure that is there.
@@ -56,7 +129,8 @@ class ModelView {
   chosen() {
     const { state, run } = this.app;
     const bound = state.least === "" ? NaN : Number(state.least);
-    const passes = (value) => value !== undefined && (Number.isNaN(bound) || (state.than === "most" ? value <= bound : value >= bound));
+    const passes = (value) =>
+      value !== undefined && (Number.isNaN(bound) || (state.than === "most" ? value <= bound : value >= bound));
     const heads = run.heads().filter(({ layer, head }) => {
       const role = layer.role(head);
       if (state.role && (role ? role.role : "-") !== state.role) return false;
@@ -78,8 +152,12 @@ class ModelView {
       const own = heads.filter((one) => one.layer === layer);
       if (!own.length) return null;
       const kind = layer.kind === "cross" ? " · cross" : "";
-      return element("div", { class: "layer" }, element("h3", { title: layer.name }, `${layer.index}${kind}`, element("small", {}, layer.name)),
-        this.grid(own, layer.heads));
+      return element(
+        "div",
+        { class: "layer" },
+        element("h3", { title: layer.name }, `${layer.index}${kind}`, element("small", {}, layer.name)),
+        this.grid(own, layer.heads),
+      );
     });
     return element("div", { class: "layers" }, rows);
   }
@@ -90,7 +168,11 @@ class ModelView {
 
   // As many to a row as a layer has, if they can be seen at that size.
   grid(heads, wide) {
-    const node = element("div", { class: "heads" }, heads.map((one) => this.thumb(one)));
+    const node = element(
+      "div",
+      { class: "heads" },
+      heads.map((one) => this.thumb(one)),
+    );
     node.style.setProperty("--heads", wide);
     return node;
   }
@@ -101,12 +183,24 @@ class ModelView {
     const measure = [this.sorting(), state.by].find((name) => layer.measured(name, head) !== undefined);
     const value = measure ? number(layer.measured(measure, head), 3) : "";
     const said = measure ? value : role ? role.role : "";
-    const canvas = layer.map ? element("canvas", { class: "thumb", width: THUMB, height: THUMB, "aria-hidden": "true" }) : null;
-    const link = element("a", {
-      class: "head", id: `head-${layer.index}.${head}`, "data-layer": layer.index, "data-head": head,
-      ...state.link({ view: "head", layer: layer.index, head, zoom: "", q: -1, k: -1 }),
-      "aria-label": `${layer.label(head)}${measure ? `, ${measure} ${value}` : ""}`, title: this.app.about(layer, head),
-    }, canvas, element("span", { class: "what" }, badge(role && role.role), `${layer.index}.${head}`), element("span", { class: "said" }, said));
+    const canvas = layer.map
+      ? element("canvas", { class: "thumb", width: THUMB, height: THUMB, "aria-hidden": "true" })
+      : null;
+    const link = element(
+      "a",
+      {
+        class: "head",
+        id: `head-${layer.index}.${head}`,
+        "data-layer": layer.index,
+        "data-head": head,
+        ...state.link({ view: "head", layer: layer.index, head, zoom: "", q: -1, k: -1 }),
+        "aria-label": `${layer.label(head)}${measure ? `, ${measure} ${value}` : ""}`,
+        title: this.app.about(layer, head),
+      },
+      canvas,
+      element("span", { class: "what" }, badge(role && role.role), `${layer.index}.${head}`),
+      element("span", { class: "said" }, said),
+    );
     if (role) link.style.setProperty("--role", roleColour(role.role));
     Object.assign(link, { layer, head, canvas });
     if (canvas) this.watcher.observe(link);

@@ -1,12 +1,4 @@
-"""What was seen before: keys and values of earlier tokens, one cache per layer, passed in and updated in place.
-
-`KVCache` grows and keeps everything. `RollingCache` is bounded: it keeps the first few tokens and the last `window`.
-
-A layer asks a cache to `extend` itself by new keys and values, and gets all of them back together with where they stand
-(`Slots`), so that masks and rotary are right. It does so `attending`, after which a cache may forget.
-
-Tokens that are held are never written over. So a call that fails, of one layer or of several (`together`), is undone by
-going back to the tensors and lengths from before it.
+"""`KVCache`: keeps the keys and values of all tokens.
 
 Letters: B batch, G kv heads, N new tokens, M slots after appending, D head width of keys, E head width of values.
 """
@@ -14,90 +6,19 @@ Letters: B batch, G kv heads, N new tokens, M slots after appending, D head widt
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from regard.cache.slots import Rotate, Slots, together
+from regard.cache.source import Memory
 from regard.errors import bad_type, bad_value, shape_of
-from regard.masks import Causal, Mask, Padding, Prefix, Window
+from regard.masks import Padding
 
-__all__ = ["KVCache", "RollingCache", "Slots", "Turn", "together", "tokens_read"]
-
-# Turns keys to where they stand: (keys, positions or the first of them, length of the whole if known) -> keys
-Turn: TypeAlias = Callable[[Tensor, "Tensor | int", "int | None"], Tensor]
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Where the tokens of one call stand, and what the cache itself hides.
-
-    Numbers are None where they are contiguous: keys 0..M-1, the last query at the last key.
-    """
-
-    mask: Mask | None = None
-    positions: Tensor | None = None  # (N,) or (B, N)
-    key_positions: Tensor | None = None  # (M,) or (B, M)
-    # Where set: queries meet the first `sinks` keys as if they stood at `last` at most
-    sinks: int = 0
-    last: int = 0
-
-
-class _Memory:
-    """What cross attention was given as key and value, (B, M, W) each: known again, but not kept."""
-
-    def __init__(self, key: Tensor, value: Tensor) -> None:
-        self.shapes = (key.shape, value.shape)
-        self.checksums = [_checksum(x) for x in ((key,) if value is key else (key, value))]
-        self.objects: list[tuple[weakref.ref[Tensor], int | None]] | None = _identity(key, value)
-
-    def is_same(self, key: Tensor, value: Tensor) -> bool:
-        """Whether these are the same tensors, unchanged; or others with the same numbers."""
-        if self.shapes != (key.shape, value.shape):
-            return False
-        if not self._are_known(key, value):
-            other = _Memory(key, value)
-            sums, others = ([*each.checksums, each.checksums[-1]][:2] for each in (self, other))
-            if not all(torch.equal(a.to(b.device), b) for a, b in zip(sums, others, strict=True)):
-                return False
-        self.objects = _identity(key, value)  # known at once the next time
-        return True
-
-    def _are_known(self, key: Tensor, value: Tensor) -> bool:
-        known = self.objects or []
-        return len(known) == 2 and all(
-            ref() is x and version == _version(x) for (ref, version), x in zip(known, (key, value), strict=True)
-        )
-
-    def reorder(self, rows: Tensor) -> _Memory:
-        """That of a batch of these rows."""
-        new = object.__new__(_Memory)
-        new.shapes = tuple(torch.Size((len(rows), *shape[1:])) for shape in self.shapes)
-        new.checksums = [x.index_select(0, rows) for x in self.checksums]
-        new.objects = None
-        return new
-
-    def __getstate__(self) -> dict[str, Any]:  # weak references do not travel with copies
-        return {**vars(self), "objects": None}
-
-
-def _version(x: Tensor) -> int | None:
-    """How often it was changed in place, where that is counted: not in inference mode."""
-    return None if x.is_inference() else x._version
-
-
-def _identity(*tensors: Tensor) -> list[tuple[weakref.ref[Tensor], int | None]]:
-    return [(weakref.ref(x), _version(x)) for x in tensors]
-
-
-def _checksum(x: Tensor) -> Tensor:
-    """The bits of each row of x (B, M, W) as one integer, (B,): exact, whatever the order of the sum."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    bits = x.detach().contiguous().view(integers).flatten(1).to(torch.int64)
-    return (bits * torch.arange(1, 2 * bits.shape[1], 2, device=x.device)).sum(1)
+__all__ = ["KVCache"]
 
 
 class KVCache:
@@ -142,7 +63,7 @@ class KVCache:
         self._lengths: Tensor | None = None  # (B,), only where rows differ
         self._positions: Tensor | None = None  # (1|B, M), only where the caller gave positions
         self._layer: weakref.ref[object] | None = None  # that filled it
-        self._memory: _Memory | None = None  # that cross attention was given last
+        self._memory: Memory | None = None  # that cross attention was given last
         self._own = False  # whether keys were last made of the queries' own tokens
 
     def __getstate__(self) -> dict[str, Any]:  # a copy may be another layer's
@@ -221,10 +142,10 @@ class KVCache:
         self._layer = weakref.ref(layer)
         if self.complete:
             if self._memory is None and not own:
-                self._memory = _Memory(key, value)
+                self._memory = Memory(key, value)
             return
         self._own = own
-        self._memory = None if own or self.once is False else _Memory(key, value)
+        self._memory = None if own or self.once is False else Memory(key, value)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys (B, G, N, D) and values (B, G, N, E); returns all of them, (B, G, M, D) and (B, G, M, E).
@@ -270,9 +191,9 @@ class KVCache:
         return self._keys[:, :, :end], self._values[:, :, :end]
 
     def number(self, new: int, positions: Tensor | None = None) -> Slots:
-        """Where the `new` tokens of a call and all M keys stand. Asked before `append`.
+        """The positions of the `new` tokens of a call and of all M keys; called before `append`.
 
-        Given positions (N,) or (B, N) are remembered, so that later queries know where these keys stood.
+        Given positions (N,) or (B, N) are remembered, so that later queries know the positions of these keys.
         """
         if positions is not None:
             self._check_positions(positions, new)
@@ -301,17 +222,17 @@ class KVCache:
         return Slots(mask=Padding(lengths=self._lengths + new), positions=positions)
 
     def extend(
-        self, keys: Tensor, values: Tensor, turn: Turn, positions: Tensor | None = None
+        self, keys: Tensor, values: Tensor, rotate: Rotate, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Slots]:
-        """Add new keys, turned to where they stand, and values; returns all of both, and where everything stands."""
+        """Add new keys, rotated to their positions, and values; returns all of both, and their positions."""
         held, new = len(self), keys.shape[2]
         slots = self.number(new, positions)
         stand = (held, held + new) if slots.positions is None else (slots.positions, None)
-        keys = turn(keys, *stand)
+        keys = rotate(keys, *stand)
         return *self.append(keys, values), slots
 
     def recall(self, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Slots]:
-        """All keys and values as they are, for queries at `positions`; and where everything stands."""
+        """All keys and values as they are, for queries at `positions`; and their positions."""
         assert self._keys is not None and self._values is not None
         mask = None if self._lengths is None else Padding(lengths=self._lengths)
         return self._keys[:, :, : self._length], self._values[:, :, : self._length], Slots(mask, positions)
@@ -438,159 +359,3 @@ class KVCache:
     def __repr__(self) -> str:
         held = "" if self._keys is None else f", batch {self._keys.shape[0]}, room {self._keys.shape[2]}"
         return f"{type(self).__name__}({self._length} tokens{held})"
-
-
-class RollingCache:
-    """Bounded: the first `keep_first` tokens and the last `window` (Xiao et al. 2023), for generation without end.
-
-    Keys are stored *before* rotary and slots are numbered 0, 1, 2, ..., so positions never pass `keep_first + window`
-    however long the text. A query sees the first `keep_first` tokens and the `window` tokens that end at itself,
-    whether tokens come one by one or many at once: a chunk attends before it evicts.
-    """
-
-    complete: ClassVar[bool] = False
-
-    def __init__(self, window: int, keep_first: int = 4) -> None:
-        if window < 1 or keep_first < 0:
-            raise bad_value(
-                "RollingCache",
-                expected="a window of at least 1 and keep_first of at least 0",
-                received=f"window={window}, keep_first={keep_first}",
-            )
-        self.window, self.keep_first = window, keep_first
-        self._store = KVCache()
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._store.clear()
-        self.seen = 0  # tokens ever appended
-
-    def __len__(self) -> int:
-        return len(self._store)
-
-    @property
-    def keys(self) -> Tensor | None:
-        """(B, G, M, D), before rotary"""
-        return self._store.keys
-
-    @property
-    def values(self) -> Tensor | None:
-        """(B, G, M, E)"""
-        return self._store.values
-
-    def number(self, new: int, positions: Tensor | None = None) -> Slots:
-        """Where the `new` tokens and all slots stand. Asked before `append`."""
-        if positions is not None:
-            raise bad_value(
-                "positions",
-                expected="none: a RollingCache numbers its slots itself",
-                received="a tensor",
-                remedy="KVCache takes positions",
-            )
-        if new == 1 and len(self) < self.keep_first + self.window:
-            return Slots()  # one token sees all that is held: that is what is held
-        # Slots are contiguous numbers, and so are the queries: the window between them is right as it is. Only the
-        # distance to the first tokens is not: it stays what it would be had the tokens come one by one.
-        mask = Window(self.window) | (Causal() & Prefix(self.keep_first)) if self.keep_first else Window(self.window)
-        last = self.keep_first + self.window - 1
-        if not self.keep_first or len(self) + new - 1 <= last:
-            return Slots(mask=mask)
-        return Slots(mask=mask, sinks=self.keep_first, last=last)
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add keys (B, G, N, D) before rotary and values (B, G, N, E); returns all that are held."""
-        held = self._store.append(keys, values)
-        self.seen += keys.shape[2]
-        return held
-
-    def extend(
-        self, keys: Tensor, values: Tensor, turn: Turn, positions: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Slots]:
-        """Add new keys and values; returns all of both, the keys turned to their slots, and where everything stands."""
-        slots = self.number(keys.shape[2], positions)
-        keys, values = self.append(keys, values)
-        return turn(keys, 0, keys.shape[2]), values, slots
-
-    def check_source(self, layer: object, key: Tensor, value: Tensor, *, own: bool) -> None:
-        """Raise where what is held is not of this layer, or is the memory (B, M, W) that is given once more."""
-        self._store.check_source(layer, key, value, own=own)
-
-    def set_source(self, layer: object, key: Tensor, value: Tensor, *, own: bool) -> None:
-        """Remember the layer, and what its keys are made of."""
-        self._store.set_source(layer, key, value, own=own)
-
-    @contextmanager
-    def attending(self) -> Iterator[None]:
-        """Around one call of a layer: a chunk attends before it evicts. Where it fails, all is as it was before."""
-        with together([self]):
-            yield
-            self._settle()
-
-    def _state(self) -> dict[str, Any]:
-        """What `_restore` takes back."""
-        return {"seen": self.seen, "store": self._store._state()}
-
-    def _restore(self, state: dict[str, Any]) -> None:
-        self.seen = state["seen"]
-        self._store._restore(state["store"])
-
-    def _settle(self) -> None:
-        """Forget what no later query can see. The next one sees itself and `window - 1` before it."""
-        first, last = self.keep_first, self.keep_first + self.window - 1
-        spare = len(self) - last
-        if spare <= 0:
-            return
-        settled = {}
-        for name in ("_keys", "_values"):  # to new memory: whoever undoes a call goes back to the old
-            held = getattr(self._store, name)
-            room = last if spare > last else held.shape[2]  # after a long chunk: let go of the room that it took
-            kept = held.new_empty(*held.shape[:2], room, held.shape[3])
-            kept[:, :, :first] = held[:, :, :first]
-            kept[:, :, first:last] = held[:, :, first + spare : last + spare]
-            settled[name] = kept
-        vars(self._store).update(settled, _length=last)
-
-    def recall(self, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Slots]:
-        """Never asked: a rolling cache is never complete."""
-        raise AssertionError("a RollingCache is never complete")
-
-    def reorder(self, rows: Tensor) -> None:
-        """Take rows (B',) of the batch in this order, for beam search."""
-        self._store.reorder(rows)
-
-    def __repr__(self) -> str:
-        return (
-            f"RollingCache(window={self.window}, keep_first={self.keep_first}, holds {len(self)} of {self.seen} tokens)"
-        )
-
-
-@contextmanager
-def together(caches: Iterable[KVCache | RollingCache]) -> Iterator[None]:
-    """Around one call of several layers: where it fails or is interrupted, all of their caches are as they were before.
-
-    Without it a call that ends between two layers leaves one cache longer than the next.
-
-    >>> caches = [KVCache(), KVCache()]
-    >>> token = torch.ones(1, 2, 1, 5)
-    >>> try:
-    ...     with together(caches):
-    ...         _ = caches[0].append(token, token)
-    ...         raise KeyboardInterrupt
-    ... except KeyboardInterrupt:
-    ...     [len(cache) for cache in caches]
-    [0, 0]
-    """
-    caches = list(caches)
-    states = [cache._state() for cache in caches]
-    try:
-        yield
-    except BaseException:
-        for cache, state in zip(caches, states, strict=True):
-            cache._restore(state)
-        raise
-
-
-def tokens_read(cache: KVCache | RollingCache) -> int:
-    """How many tokens a cache has been given and not told to forget; a `RollingCache` holds the last of them."""
-    return cache.seen if isinstance(cache, RollingCache) else len(cache)

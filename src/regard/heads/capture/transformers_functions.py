@@ -1,0 +1,234 @@
+"""How a capture handles the attention functions of transformers, which `huggingface.py` intercepts.
+
+The masks of such a function can be read in several ways (as sdpa, eager or flash functions read them). The arguments
+are turned into a `Call` in the likeliest way; unless the function is transformers' own sdpa, its output is compared
+with what that call gives, and other ways are tried until one agrees.
+
+Letters: B batch, H query heads, N queries, M keys, D head width of q and k, E head width of v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from regard.attention import prepare
+from regard.errors import bad_value
+from regard.heads.capture import huggingface, large_calls
+from regard.heads.capture.flash import from_flash, paged
+from regard.heads.capture.flex import FlexMask
+from regard.heads.capture.huggingface import Implementation
+from regard.heads.capture.sdpa import split_additive_mask
+from regard.kernels import Call, reference
+from regard.kernels.precision import fixed_precision
+from regard.masks import Causal, Mask
+
+if TYPE_CHECKING:
+    from regard.heads.capture.capture import AttentionCapture
+
+__all__ = ["capture_function"]
+
+_ARGUMENTS = ("query", "key", "value", "attention_mask")
+
+
+class _Arguments(NamedTuple):
+    """What transformers passes to an attention function: q (B, H, N, D), k and v (B, G, M, D), and a mask."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Any
+    more: tuple[Any, ...]  # further positional arguments
+    options: dict[str, Any]
+
+    @staticmethod
+    def of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+        given = dict(zip(_ARGUMENTS, args, strict=False)) | {n: kwargs[n] for n in _ARGUMENTS if n in kwargs}
+        options = {name: x for name, x in kwargs.items() if name not in _ARGUMENTS}
+        query, key, value, mask = (given.get(name) for name in _ARGUMENTS)
+        assert isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
+        return _Arguments(module, query, key, value, mask, args[4:], options)
+
+    def check(self, how: Implementation) -> None:
+        """Refuse masks that are not known, and paged caches."""
+        if self.mask is not None and not isinstance(self.mask, Tensor) and not hasattr(self.mask, "mask_mod"):
+            raise bad_value(
+                "attention of transformers",
+                expected="masks as tensors, or block masks",
+                received=f"a {type(self.mask).__name__} of {how.name!r}",
+                remedy='model.set_attn_implementation("sdpa")',
+            )
+        if how.name.startswith("paged|") or type(self.options.get("cache")).__name__ == "PagedAttentionCache":
+            raise paged(f"{how.name!r} with continuous batching")
+
+    def run(self, compute: Any) -> Any:
+        """The result of a function called with these arguments."""
+        return compute(self.module, self.query, self.key, self.value, self.mask, *self.more, **self.options)
+
+
+def capture_function(
+    capture: AttentionCapture,
+    compute: Any,
+    how: Implementation,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Compute the attention of a module of transformers, and report it."""
+    arguments = _Arguments.of(module, args, kwargs)
+    arguments.check(how)
+    with torch.no_grad(), torch._C.DisableTorchFunction():
+        candidates = _candidate_calls(how, arguments)
+        call = next(candidates)
+    certain = how.trusted or bool(arguments.options.get("dropout"))
+    if how.masks == "eager" and _can_skip_weights(capture, call, arguments.options):
+        compute, certain = large_calls.eager_function(call), True
+    capture.inside_attention = True
+    try:
+        result = arguments.run(compute)
+    finally:
+        capture.inside_attention = False
+    frame = capture.frames.current(module)
+    assert frame is not None
+    query = arguments.query
+    capture.streams.hand_on((query,), result)
+    out, *rest = result  # out (B, N, H, E), or with merged heads
+    output = (out if out.dim() == 4 else out.unflatten(-1, (query.shape[1], -1))).transpose(1, 2)
+    computed: Call | Tensor | None = call
+    # An outer capture may have changed the output: then it cannot be compared.
+    if not certain and not any(x.changes for x in huggingface.observers() if x is not capture):
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            computed = _matching(call, candidates, output.detach(), rest[0] if rest else None)
+    if computed is None and not capture.changes:
+        capture.not_seen(
+            frame.name,
+            f"the function {how.name!r} computed other than what its arguments say; "
+            'model.set_attn_implementation("sdpa") or "eager" can be seen',
+        )
+        return result
+    if isinstance(computed, Tensor):
+        attention = capture.describe(frame, tuple(computed.shape), capture.streams.of(query), weights=computed)
+        attention.values = arguments.value.detach()
+    else:
+        call = computed or call
+        attention = capture.describe(frame, call.shape, capture.streams.of(query), call=call)
+    heads = capture.report(frame, attention, output).transpose(1, 2).reshape(out.shape)
+    return (heads, *rest) if capture.changes else result
+
+
+def _can_skip_weights(capture: AttentionCapture, call: Call, options: dict[str, Any]) -> bool:
+    """Whether large weights need not be built: the model has a softcap or sinks, which only eager functions of
+    transformers serve, and nobody asked for the weights."""
+    if not large_calls.is_large(call) or (call.softcap is None and call.sinks is None):
+        return False
+    if options.get("dropout") or options.get("position_bias") is not None:
+        return False
+    asked = any(frame.kwargs.get("output_attentions") for frame in capture.frames.stack)
+    config = getattr(capture.frames.root, "config", None)
+    return not (asked or options.get("output_attentions") or getattr(config, "output_attentions", False))
+
+
+def _candidate_calls(how: Implementation, arguments: _Arguments) -> Iterator[Call]:
+    """The calls that a function may compute, the likeliest first: its masks read as they were built, then in other
+    ways; each with sinks (if there are any) and without."""
+    mask, options = arguments.mask, arguments.options
+    built_for_flash = how.masks == "flash" and (mask is None or mask.dim() == 2)
+    if mask is not None and not isinstance(mask, Tensor):  # (a tensor given to `flex_attention` is added to the scores)
+        mask = FlexMask.of(mask.as_tuple())
+    ways = {"eager": ("eager", "sdpa"), "flex": ("eager",), "unknown": ("flash", "sdpa", "eager")}.get(how.masks)
+    ways = ways or (("flash", "sdpa", "eager") if built_for_flash else ("sdpa", "flash", "eager"))
+    without_sinks = {name: x for name, x in options.items() if name != "s_aux"}
+    only_without = how.trusted or options.get("s_aux") is None  # sdpa ignores sinks
+    sinks_or_not = [without_sinks] if only_without else [options, without_sinks]
+    tensors = arguments.module, arguments.query, arguments.key, arguments.value, mask
+    for number, (way, given) in enumerate((way, given) for way in ways for given in sinks_or_not):
+        try:
+            if way == "flash":
+                yield from_flash(*tensors, **given)
+            else:
+                yield _from_dense(*tensors, masks="eager" if way == "eager" else "sdpa", **given)
+        except (ValueError, TypeError, RuntimeError):
+            if not number:
+                raise
+
+
+def _from_dense(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | Mask | None,
+    *,
+    masks: Literal["eager", "sdpa"],
+    **options: Any,
+) -> Call:
+    """The call of a function that takes masks (B, 1, N, M): unexpanded kv heads, softcap, sinks, position bias.
+
+    "eager" functions add the mask, also a boolean one (True adds 1 and masks nothing); without a mask all is visible.
+    For "sdpa" ones True = may attend, and no mask means causal from the top left, if the module says so."""
+    q, k, v = (x.detach() for x in (query, key, value))
+    visible: dict[str, Any] = {"mask": None, "bias": None}
+    if isinstance(attention_mask, Mask):
+        visible["mask"] = attention_mask
+    elif attention_mask is not None:
+        mask = attention_mask[..., : k.shape[2]].detach()
+        keep_dtype = mask.is_floating_point() or (masks == "sdpa" and mask.dtype is torch.bool)
+        visible = split_additive_mask(mask if keep_dtype else mask.to(q.dtype))
+    elif masks == "sdpa" and q.shape[2] > 1:
+        causal = options.get("is_causal")
+        if causal if causal is not None else getattr(module, "is_causal", True):
+            k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
+            visible = {"mask": Causal(), "bias": None, "positions": 0}
+    bias = options.get("position_bias")
+    if bias is not None:
+        bias = bias.detach()[..., : k.shape[2]]
+        visible["bias"] = bias if visible["bias"] is None else [bias, visible["bias"]]
+    sinks = options.get("s_aux")
+    return prepare(
+        q,
+        k,
+        v,
+        scale=options.get("scaling"),
+        softcap=options.get("softcap"),
+        sinks=None if sinks is None else sinks.detach().flatten().to(q.dtype),
+        **visible,
+    )
+
+
+def _matching(call: Call, others: Iterator[Call], output: Tensor, weights: Any) -> Call | Tensor | None:
+    """The first candidate that gives the output (B, H, N, E); else the weights (B, H, N, M) that the function
+    returned, if they give it; else None."""
+    half = call.q.dtype in (torch.float16, torch.bfloat16) or call.q.device.type != "cpu"
+    tolerance = 5e-2 if half else 1e-3  # (a GPU may multiply in TF32)
+    for candidate in chain([call], others):
+        if _error(candidate, output) <= tolerance:
+            return candidate
+    if isinstance(weights, Tensor) and weights.shape == call.shape:
+        v = call.v.repeat_interleave(call.shape[1] // call.v.shape[1], 1)
+        if weights.shape[3] == v.shape[2] and torch.allclose(
+            weights.to(v.dtype) @ v, output.to(v.dtype), rtol=0.0, atol=tolerance * float(v.abs().amax())
+        ):
+            return weights.detach()
+    return None
+
+
+def _error(call: Call, output: Tensor) -> float:
+    """The largest difference between an output (B, H, N, E) and that of a call, relative to the largest value. Only the
+    first, middle and last four rows are compared; rows that may see nothing are ignored."""
+    n, m = call.shape[2:]
+    worst = torch.zeros((), dtype=call.dtype, device=output.device)
+    with fixed_precision(call.q):
+        for first in sorted({0, max(0, n // 2 - 2), max(0, n - 4)}):
+            rows = slice(first, min(first + 4, n))
+            few_rows = call.part(call.q[:, :, rows], call.k, call.v, slice(None), rows, slice(0, m))
+            expected, lse = reference.forward(few_rows)
+            difference = (output[:, :, rows].to(call.dtype) - expected.to(call.dtype)).abs().amax(-1)
+            difference = difference.masked_fill(lse.isneginf() | expected.isnan().any(-1), 0.0)
+            worst = torch.maximum(worst, difference.amax()) if difference.numel() else worst
+    largest = call.v.abs().nan_to_num(0.0).amax() if call.v.numel() else worst
+    return float(worst.nan_to_num(torch.inf) / largest.clamp(min=1e-30))

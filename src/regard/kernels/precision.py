@@ -1,0 +1,26 @@
+"""Where `torch.autocast` is decided: what dtype it asks for, and that it is off while attention is computed."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["casts_to", "fixed_precision"]
+
+
+def casts_to(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which autocast wants tensors of `dtype` on `device`: the same where it is off, and for float64."""
+    if dtype is torch.float64 or device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return dtype
+    return torch.get_autocast_dtype(device.type)
+
+
+def fixed_precision(like: Tensor) -> AbstractContextManager[Any]:
+    """A context with autocast off on the tensor's device: dtypes are chosen before, and must not change within."""
+    device = like.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)

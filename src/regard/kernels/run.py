@@ -1,0 +1,151 @@
+"""The only way into a kernel: choose one, fix the precision, and hand the call to whoever observes.
+
+    run(call)            the output (B, H, N, E), differentiable; observers are told
+    run_measured(...)    output and log-sum-exp while the weights are shown to measures; without gradient
+    weights(call)        the N x M weights, by the reference formula
+
+An observer is registered for a `with` block in the current thread (`observed_by`) and wraps each `run` in it, as
+`regard.watch` and `regard.ablate` do. Compiled code is never observed.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from regard.errors import bad_value
+from regard.kernels import blockwise, fused, native, native_library, reference
+from regard.kernels.call import Call, Kernel
+from regard.kernels.precision import fixed_precision
+from regard.measures import MeasureRun
+
+__all__ = ["KERNELS", "Observer", "available", "choose", "explain", "observed_by", "run", "run_measured", "weights"]
+
+# In the order in which "auto" asks: the fastest first, the one that serves everything last.
+KERNELS: tuple[Kernel, ...] = (native, fused, blockwise, reference)
+# The same for `run_measured`: torch's own kernel shows no weights.
+_MEASURING: tuple[Kernel, ...] = (native, blockwise, reference)
+
+
+class Observer(Protocol):
+    """Sees each attention that runs, and may replace its output."""
+
+    def attention(self, call: Call, compute: Callable[[], Tensor]) -> Tensor:
+        """The output (B, H, N, E) of the call. `compute()` gives it as the next observer, at last the kernel, does."""
+        ...
+
+
+class _Observers(threading.local):
+    """The observers of this thread; the first one wraps the others."""
+
+    stack: tuple[Observer, ...] = ()
+
+
+_observers = _Observers()
+
+
+@contextmanager
+def observed_by(observer: Observer) -> Iterator[None]:
+    """Hand every `run` of this thread within the block to an observer. Those registered before wrap it."""
+    before = _observers.stack
+    _observers.stack = (*before, observer)
+    try:
+        yield
+    finally:
+        _observers.stack = before
+
+
+def run(call: Call, kernel: str = "auto") -> Tensor:
+    """The output (B, H, N, E) of a call, by the kernel that is named or the first that can serve."""
+    if not torch.compiler.is_compiling() and _observers.stack:
+        return _run_observed(call, kernel)
+    return _compute(call, kernel)
+
+
+def _run_observed(call: Call, kernel: str) -> Tensor:
+    """Each observer wraps the next; what they compute themselves is not observed."""
+    compute: Callable[[], Tensor] = functools.partial(_compute, call, kernel)
+    stack = _observers.stack
+    for observer in reversed(stack):
+        compute = functools.partial(observer.attention, call, compute)
+    _observers.stack = ()
+    try:
+        return compute()
+    finally:
+        _observers.stack = stack
+
+
+def _compute(call: Call, kernel: str) -> Tensor:
+    chosen = choose(kernel, call)
+    with fixed_precision(call.q):
+        return chosen.output(call)
+
+
+def run_measured(
+    call: Call, measures: MeasureRun, *, output: bool, kernel: str = "auto"
+) -> tuple[Tensor | None, Tensor]:
+    """Output (None unless asked for) and log-sum-exp, while the weights are shown to some measures."""
+    if kernel == "auto":
+        chosen = next(one for one in _MEASURING if one.why_not(call) is None and one.worth(call))
+    else:
+        chosen = choose(kernel, call)
+    with torch.no_grad(), fixed_precision(call.q):
+        return chosen.forward_measured(call, measures, output=output)
+
+
+def weights(call: Call, stage: str = "weights") -> Tensor:
+    """The weights (B, H, N, M) before dropout, or the scores after an earlier step of `reference.STAGES`."""
+    with fixed_precision(call.q):
+        return reference.weights(call)[0] if stage == "weights" else reference.scores(call, stage)
+
+
+def available() -> list[str]:
+    """The names of the kernels on this machine, in the order in which "auto" asks them.
+
+    >>> available()[-3:]  # before them "native", where it was compiled
+    ['fused', 'blockwise', 'reference']
+    """
+    return [kernel.name for kernel in KERNELS if kernel is not native or native_library.load() is not None]
+
+
+def choose(kernel: str, call: Call) -> Kernel:
+    """The kernel for a call: the first that can serve for "auto"; the one named, or an error that says why not."""
+    if kernel == "auto":
+        for candidate in KERNELS:
+            if candidate.why_not(call) is None and candidate.worth(call):
+                return candidate
+        raise AssertionError("reference serves every call")
+    for candidate in KERNELS:
+        if candidate.name == kernel:
+            reason = candidate.why_not(call)
+            if reason is not None:
+                raise bad_value(
+                    f"kernel {kernel!r}",
+                    expected="a call that it can serve",
+                    received=f"one it cannot: {reason}",
+                    remedy='kernel="auto" chooses one that can',
+                )
+            return candidate
+    raise bad_value("kernel", expected=f'"auto" or one of {available()}', received=repr(kernel))
+
+
+def explain(kernel: str, call: Call) -> str:
+    """Which kernel serves a call, and why not the others, in words."""
+    chosen = choose(kernel, call)
+    lines = []
+    for candidate in KERNELS:
+        reason = candidate.why_not(call)
+        if candidate is chosen:
+            lines.append(f"{candidate.name}: chosen")
+        elif reason is not None:
+            lines.append(f"{candidate.name}: no, {reason}")
+        else:
+            why = "was named" if kernel != "auto" else "is faster"
+            lines.append(f"{candidate.name}: could serve, but {chosen.name} {why}")
+    return "\n".join(lines)

@@ -1,0 +1,34 @@
+"""Detect torch.compile, torch.func, dispatch modes, fake tensors and forward gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+__all__ = ["in_torch_func", "is_eager", "traced"]
+
+
+def in_torch_func() -> bool:
+    """Whether a transformation of torch.func (vmap, grad, ...) is at work."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def traced(*tensors: Tensor) -> bool:
+    """Whether a compiler, torch.func or a dispatch mode is at work, or a tensor is fake or of a subclass."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or in_torch_func():
+        return True
+    return any(x.is_meta or type(x) not in (Tensor, torch.nn.Parameter) for x in tensors)
+
+
+def is_eager() -> bool:
+    """Whether operations run as they are called, under no compiler, tracer, torch.func or forward gradient.
+
+    Only then may a result be kept for later calls, and only then is backward all that a gradient needs.
+    """
+    return not (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+        or in_torch_func()
+        or forward_ad._current_level >= 0
+    )

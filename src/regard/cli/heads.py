@@ -16,7 +16,7 @@ from regard import heads as lens
 from regard.cli import common
 from regard.cli.common import Check, Dtype, Model, Text, heads_of
 from regard.errors import bad_value, printable
-from regard.heads.progress import told
+from regard.heads.progress import progress_bar
 from regard.layer import MultiHeadAttention
 
 __all__ = ["ablate", "heads", "look", "prune", "serve"]
@@ -50,7 +50,7 @@ def look(
     new_tokens = generate if isinstance(loaded, models.Decoder) else 0
 
     def read(text: str) -> lens.Record:
-        with told("Looking") as progress:
+        with progress_bar("Looking") as progress:
             return draw.read(loaded, None, text, generate=new_tokens, progress=progress)
 
     seen = read(first)
@@ -73,7 +73,7 @@ def look(
 def _write_page(records: dict[str, lens.Record], html: Path | None, title: str, open_page: bool) -> None:
     """Write the page, to a temporary folder if no file is named, and open it."""
     path = html or Path(tempfile.mkdtemp(prefix="regard-")) / "look.html"
-    with told("Drawing") as progress:
+    with progress_bar("Drawing") as progress:
         draw.page(records, path=path, title=title, progress=progress)
     common.aside.print(f"page: {path.resolve()} ({path.stat().st_size / 1e6:.1f} MB)", markup=False)
     if open_page:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-__all__ = ["progress_bar", "told", "track"]
+__all__ = ["progress_bar", "track"]
 
 T = TypeVar("T")
 
@@ -50,9 +50,6 @@ def progress_bar(what: str, total: int | None = 1, show: bool = True) -> Iterato
     finally:
         if bar is not None:
             bar.stop()
-
-
-told = progress_bar  # what cli.py calls it
 
 
 def _started_bar(what: str, total: int | None) -> Any:

@@ -517,8 +517,8 @@ def test_a_layer_says_its_sizes_and_whether_it_was_read_in_chunks() -> None:
     prompt, generated = llama(), llama(generate=True)
     assert prompt[0].shape == tuple(prompt[0].weights().shape)
     assert generated[0].shape == tuple(generated[0].weights().shape)
-    assert (prompt[0].in_chunks, generated[0].in_chunks) == (False, True)
-    assert prompt[0].padding == (None, None)
+    assert (prompt[0].num_chunks, generated[0].num_chunks) == (1, 5)
+    assert (prompt[0].query_padding, prompt[0].key_padding) == (None, None)
 
 
 def test_pooled_weights_are_sums_of_weights() -> None:
@@ -541,10 +541,9 @@ def test_values_can_be_dropped_and_weights_stay() -> None:
     assert seen[1].keeps_values
 
 
-def test_a_record_of_one_layer_shares_it() -> None:
+def test_a_record_of_some_layers_shares_them() -> None:
     seen = llama()
-    assert list(seen.only(1)) == [seen[1]]
-    assert seen.only(seen.layers[0]).layers == seen.layers[:1]
+    assert list(seen.subset(seen.layers[1:])) == [seen[1]]
 
 
 def test_scalars_are_the_columns_of_the_table() -> None:

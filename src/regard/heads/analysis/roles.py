@@ -160,9 +160,9 @@ def _fitting(layer: LayerRecord, tokens: Any) -> list[list[str]] | None:
     """Tokens in lists, if they are those of the one text that a layer has seen."""
     if not isinstance(tokens, (list, tuple)) or not tokens or layer.texts != 1 or not layer.has("received"):
         return None
-    batch, _, _, total = layer.shape
+    batch, total = layer.batch_size, layer.num_keys
     rows = [list(row) for row in tokens] if isinstance(tokens[0], (list, tuple)) else [list(tokens)]
-    if layer.in_chunks:  # generated: the last token was never an input
+    if layer.num_chunks > 1:  # generated: the last token was never an input
         rows = [row[:-1] if len(row) == total + 1 else row for row in rows]
     fits = len(rows) == batch and all(len(row) == total or (batch > 1 and len(row) < total) for row in rows)
     return [[str(token) for token in row] for row in rows] if fits else None
@@ -260,7 +260,7 @@ def _keys_by_class(layer: LayerRecord, tokens: Any) -> dict[str, Tensor]:
     rows = [tokens] if tokens and isinstance(tokens[0], str) else list(tokens)
     if not all(isinstance(row, (list, tuple)) and all(isinstance(t, str) for t in row) for row in rows):
         raise bad_type("tokens", expected="a list of words, or a list of lists of them", received=f"{tokens!r:.60}")
-    batch, _, _, longest = layer.shape
+    batch, longest = layer.batch_size, layer.num_keys
     least = longest if batch == 1 else 0  # in a batch, shorter texts are padded
     if len(rows) not in (1, batch) or not all(least <= len(row) <= longest for row in rows):
         raise bad_value(
@@ -268,7 +268,7 @@ def _keys_by_class(layer: LayerRecord, tokens: Any) -> dict[str, Tensor]:
         )
     padded = [_with_padding(row, layer, item) for item, row in enumerate(rows)]
     first = torch.zeros(len(rows), longest, dtype=torch.bool)
-    _, padding = layer.padding
+    padding = layer.key_padding
     for item in range(len(rows)):
         first[item, 0 if padding is None else int(padding[item].int().argmin())] = True
     return {
@@ -279,11 +279,11 @@ def _keys_by_class(layer: LayerRecord, tokens: Any) -> dict[str, Tensor]:
 
 def _with_padding(row: Sequence[str], layer: LayerRecord, item: int) -> list[str]:
     """The tokens of one text with "" for padding, on the left or on the right: one for each key."""
-    _, padding = layer.padding
-    if padding is not None and len(row) == int((~padding[item]).sum()):
+    padding = None if layer.key_padding is None else layer.key_padding[item]
+    if padding is not None and len(row) == int((~padding).sum()):
         words = iter(row)
-        return ["" if is_padding else next(words) for is_padding in padding[item].tolist()]
-    return [*row, *[""] * (layer.shape[3] - len(row))]
+        return ["" if is_padding else next(words) for is_padding in padding.tolist()]
+    return [*row, *[""] * (layer.num_keys - len(row))]
 
 
 def _mass_on(layer: LayerRecord, keys: Tensor) -> Tensor:

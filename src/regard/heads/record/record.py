@@ -5,7 +5,7 @@ Letters: B batch, N queries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -56,12 +56,6 @@ class Record:
             raise KeyError(f"no layer {layer!r}; there are {', '.join(self.by_name) or 'none'}")
         raise bad_type("layer", expected="a name or a number", received=type(layer).__name__)
 
-    def only(self, layer: str | int) -> Record:
-        """A record of one layer, which is shared with this record."""
-        record, wanted = Record(), self[layer]
-        record.by_name[wanted.name] = wanted
-        return record
-
     def __len__(self) -> int:
         return len(self.by_name)
 
@@ -88,7 +82,7 @@ class Record:
         """How layers differ in their number of texts, in words; "" if they do not. Some models fold parts of a text
         into the batch (windows of an image), some run a layer more often than another (an encoder once)."""
         numbers = {
-            "texts in a batch": {layer.shape[0] for layer in self if layer.text is not None},
+            "texts in a batch": {layer.batch_size for layer in self if layer.text is not None},
             "batches": {layer.texts for layer in self},
         }
         ranges = [f"from {min(n)} to {max(n)} {what}" for what, n in numbers.items() if len(n) > 1]
@@ -103,15 +97,27 @@ class Record:
         """Attention rollout (Abnar & Zuidema 2020) through the layers of self attention, (B, N, N): how much of each
         input token is in each output token. Needs keep="qk" and a text short enough for dense maps."""
         layers = [layer for layer in self if layer.kind == "self"]
-        sizes = {layer.shape[2:] for layer in layers if layer.text is not None}
+        sizes = {(layer.num_queries, layer.num_keys) for layer in layers if layer.text is not None}
         if len(sizes) != 1 or not all(n == m for n, m in sizes):
             raise bad_value("rollout", expected="self attention of one text in all layers", received=f"sizes {sizes}")
-        if len({layer.shape[0] for layer in layers if layer.text is not None}) > 1:
+        if len({layer.batch_size for layer in layers if layer.text is not None}) > 1:
             raise bad_value("rollout", expected="the same texts in all layers", received=self.texts_differ())
         n = next(iter(sizes))[0]
         if n > DENSE:
             raise bad_value("rollout", expected=f"at most {DENSE} tokens, for it builds dense maps", received=f"{n}")
         return rollout([layer.weights() for layer in layers])
+
+    def subset(self, layers: Iterable[str]) -> Record:
+        """A record of some of the layers, which are shared with this one."""
+        part = Record()
+        part.by_name = {name: self.by_name[name] for name in layers}
+        part.tokens = self.tokens
+        return part
+
+    def drop_values(self) -> None:
+        """Free what `weights` and `measure` of the layers do not need: values, outputs, inputs, output projections."""
+        for layer in self:
+            layer.drop_values()
 
     # Functions of other files. (Those that import this one are imported when they are called.)
 

@@ -169,7 +169,7 @@ def _described(layer: LayerRecord) -> dict[str, Any]:
         for measure in layer.measures
     ]
     description = {"name": layer.name, "kind": layer.kind, "texts": layer.texts, "measures": taken}
-    sizes = dict(zip(("batch", "heads", "queries", "keys"), layer.shape, strict=True))
+    sizes = {"batch": layer.batch_size, "heads": layer.heads, "queries": layer.num_queries, "keys": layer.num_keys}
     uniform = {} if layer.uniform is None else {"uniform": _described(layer.uniform)}
     return description | sizes | uniform
 
@@ -183,7 +183,7 @@ def _tensors(layer: LayerRecord) -> dict[str, Tensor]:
         else:
             tensors[f"last/{name}"] = value
     tensors["seen"] = layer.last_seen()
-    for name, padding in (("padding", layer.last_padding()), ("key_padding", layer.padding[1])):
+    for name, padding in (("padding", layer.last_padding()), ("key_padding", layer.key_padding)):
         if padding is not None:
             tensors[name] = padding
     tensors |= {f"counted/{name}": counted for name, counted in layer.last_counted().items()}

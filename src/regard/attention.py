@@ -134,7 +134,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: 
     >>> attend(q, k, v, mask=regard.masks.Causal()).shape
     torch.Size([2, 3, 5, 7])
     """
-    _check_names(attend, options, _OPTIONS)
     if has_torch_function((q, k, v)):
         return handle_torch_function(attend, (q, k, v), q, k, v, kernel=kernel, **options)
     return run(prepare(q, k, v, **options), kernel)
@@ -244,17 +243,19 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Call
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise bad_type(name, expected="a tensor", received=type(x).__name__, remedy="torch.as_tensor(...)")
-    dtype = casts_to(q.device, q.dtype)
+    device = q.device
+    dtype = casts_to(device, q.dtype)
     if dtype is not q.dtype:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     _check_tensors(q, k, v)
-    device, shape = q.device, (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    mask = _mask(options.get("mask"), shape, device)
-    biases = _biases(options.get("bias"), shape, device)
-    q_start, positions, key_positions = _places(options.get("positions"), options.get("key_positions"), shape, device)
-    scale, softcap = _scale_and_softcap(options.get("scale"), options.get("softcap"), q)
-    sinks = _sinks(options.get("sinks"), shape, device)
-    dropout = _dropout(options.get("dropout"), options.get("generator"), shape, device)
+    batch, heads, n, _ = q.shape
+    shape, given = (batch, heads, n, k.shape[2]), options.get
+    mask = _mask(given("mask"), shape, device)
+    biases = _biases(given("bias"), shape, device)
+    q_start, positions, key_positions = _places(given("positions"), given("key_positions"), shape, device)
+    scale, softcap = _scale_and_softcap(given("scale"), given("softcap"), q)
+    sinks = _sinks(given("sinks"), shape, device)
+    dropout = _dropout(given("dropout"), given("generator"), shape, device)
     call = Call(q, k, v, scale, q_start, softcap, mask, biases, positions, key_positions, sinks, dropout)
     return call if mask is None or torch.compiler.is_compiling() else call.simplified()
 
@@ -308,8 +309,9 @@ def _places(
 
 
 def _scale_and_softcap(scale: float | None, softcap: float | None, q: Tensor) -> tuple[float, float | None]:
-    _check_number("scale", scale)
-    _check_number("softcap", softcap)
+    if scale is not None or softcap is not None:
+        _check_number("scale", scale)
+        _check_number("softcap", softcap)
     factor = (q.shape[3] ** -0.5 if q.shape[3] else 1.0) if scale is None else float(scale)
     limits = torch.finfo(accumulation_dtype(q.dtype))
     if not abs(factor) <= limits.max / 2:
@@ -341,6 +343,8 @@ def _sinks(sinks: Tensor | None, shape: _Shape, device: torch.device) -> Tensor 
 def _dropout(
     probability: float | None, generator: torch.Generator | None, shape: _Shape, device: torch.device
 ) -> Dropout | None:
+    if probability is None:
+        return None
     _check_number("dropout", probability)
     if not probability:
         return None

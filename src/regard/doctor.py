@@ -86,9 +86,9 @@ def _kernels() -> dict[str, str]:
 def _extras() -> dict[str, str]:
     lines = {}
     for extra, packages in _EXTRAS.items():
-        found = {package: _version(package) for package in packages}
-        missing = [package for package, version in found.items() if version is None]
-        lines[extra] = ", ".join(f"{package} {version}" for package, version in found.items() if version is not None)
+        versions = {package: _version(package) for package in packages}
+        missing = [package for package, version in versions.items() if version is None]
+        lines[extra] = ", ".join(f"{package} {version}" for package, version in versions.items() if version is not None)
         if missing:
             lines[extra] = f"{', '.join(missing)} missing; remedy: pip install 'regard[{extra}]'"
     return lines

@@ -50,8 +50,8 @@ def printable(text: object, *, lines: bool = False) -> str:
     ('a\\\\u001b[2Jb\\\\n', 'a\\n\\\\u202eb')
     """
 
-    def escaped(found: re.Match[str]) -> str:
-        c = found[0]
+    def escaped(match: re.Match[str]) -> str:
+        c = match[0]
         if lines and c in "\n\t":
             return c
         return _SHORT.get(c) or (f"\\u{ord(c):04x}" if ord(c) < 0x10000 else f"\\U{ord(c):08x}")
@@ -60,8 +60,8 @@ def printable(text: object, *, lines: bool = False) -> str:
 
 
 def _sentence(what: str, expected: str, received: object, remedy: str) -> str:
-    said = f"{what}: expected {expected}, received {received}" + (f"; remedy: {remedy}" if remedy else "")
-    return printable(said, lines=True)
+    sentence = f"{what}: expected {expected}, received {received}" + (f"; remedy: {remedy}" if remedy else "")
+    return printable(sentence, lines=True)
 
 
 def bad_value(what: str, *, expected: str, received: object, remedy: str = "") -> ValueError:

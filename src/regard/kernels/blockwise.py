@@ -75,15 +75,15 @@ def output(call: Call) -> Tensor:
     return run(call)[0]
 
 
-def forward_measured(call: Call, survey: MeasureRun, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
+def forward_measured(call: Call, measuring: MeasureRun, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
     """The same while every strip's weights are shown to some measures, in one pass; without gradient."""
-    out, lse = _forward(call, 0, 0, survey, output)
+    out, lse = _forward(call, 0, 0, measuring, output)
     return (out if output else None), lse
 
 
-def replay(call: Call, lse: Tensor, survey: MeasureRun) -> None:
+def replay(call: Call, lse: Tensor, measuring: MeasureRun) -> None:
     """Show the weights exp(score - lse) to some measures, where the log-sum-exp is known already."""
-    for chunk in _chunks(call, 0, 0, together=survey.wants_all_heads):
+    for chunk in _chunks(call, 0, 0, together=measuring.wants_all_heads):
         for strip in chunk.strips:
             if not strip.runs:
                 continue
@@ -94,7 +94,7 @@ def replay(call: Call, lse: Tensor, survey: MeasureRun) -> None:
             mass = p.sum(-1, keepdim=True)
             if call.sinks is None:
                 mass = (mass > 0).to(p.dtype)
-            survey.add(chunk.shown(strip, survey, p, mass))
+            measuring.add(chunk.shown(strip, measuring, p, mass))
 
 
 @dataclass
@@ -141,14 +141,14 @@ class _Chunk:
         view = self.by_head(s)
         for bias in call.biases:
             view.add_(self.bias(bias, strip), alpha=LOG2_E)
-        for part, cols in strip.partly:
+        for columns, cols in strip.partly:
             visible = self.block(strip, cols)
             if self.careful:
-                view[..., part].masked_fill_(~visible, float("-inf"))
+                view[..., columns].masked_fill_(~visible, float("-inf"))
                 if capped is not None:
-                    self.by_head(capped)[..., part].masked_fill_(~visible, 0.0)
+                    self.by_head(capped)[..., columns].masked_fill_(~visible, 0.0)
             else:  # log(1) = 0, log(0) = -inf: adding is many times faster than masked_fill on a CPU
-                view[..., part].add_(visible.to(s.dtype).log2_())
+                view[..., columns].add_(visible.to(s.dtype).log2_())
         return s, capped
 
     def bias(self, bias: Bias, strip: StripPlan) -> Tensor:
@@ -178,7 +178,7 @@ class _Chunk:
     def shown(
         self,
         strip: StripPlan,
-        survey: MeasureRun,
+        measuring: MeasureRun,
         p: Tensor,
         mass: Tensor,
         logs: Tensor | None = None,
@@ -186,7 +186,7 @@ class _Chunk:
     ) -> Strip:
         """A strip as measures want it: weights (c, g * R, n, m)."""
         return Strip(
-            survey.plane,
+            measuring.plane,
             self.batch,
             self.heads,
             strip.rows,
@@ -207,8 +207,8 @@ class _Chunk:
         items, rows = self.batch.stop - self.batch.start, strip.rows.stop - strip.rows.start
         shape = (items, self.heads.stop - self.heads.start, rows, strip.width)
         visible = torch.ones(shape, dtype=torch.bool, device=self.keys.device)
-        for part, cols in strip.partly:
-            visible[..., part] = self.block(strip, cols)
+        for columns, cols in strip.partly:
+            visible[..., columns] = self.block(strip, cols)
         return self.by_group(visible)
 
     def block(self, strip: StripPlan, cols: slice) -> Tensor:
@@ -219,13 +219,13 @@ class _Chunk:
 
 
 def _forward(
-    call: Call, height: int, width: int, survey: MeasureRun | None = None, output: bool = True
+    call: Call, height: int, width: int, measuring: MeasureRun | None = None, output: bool = True
 ) -> tuple[Tensor, Tensor]:
     out, lse = operators.new_output(call.q, call.v if output else call.v[..., :0])
     lowest = torch.finfo(call.dtype).min
     lowest_log = -200.0 if call.dtype is torch.float32 else -1100.0
     kept = 1.0 if call.dropout is None else call.dropout.kept
-    for chunk in _chunks(call, height, width, together=survey is not None and survey.wants_all_heads):
+    for chunk in _chunks(call, height, width, together=measuring is not None and measuring.wants_all_heads):
         for strip in chunk.strips:
             where = (chunk.batch, chunk.heads, strip.rows)
             if not strip.runs:
@@ -239,7 +239,7 @@ def _forward(
             top = top if sink is None else torch.maximum(top, sink)
             logs = None
             p.sub_(top)
-            if survey is not None and survey.wants_logs:
+            if measuring is not None and measuring.wants_logs:
                 logs = p.clamp_(
                     min=lowest_log
                 ).clone()  # 2 ** lowest_log is 0: what is hidden stays so, and 0 * logs is 0
@@ -249,9 +249,9 @@ def _forward(
                 total = total + (sink - top).exp2_()
             lse[where] = chunk.by_head(top + total.log2())[..., 0] / LOG2_E
             total = total.masked_fill(total == 0, 1.0)  # an empty row: 0 / 1, not 0 / 0
-            if survey is not None:
+            if measuring is not None:
                 p.div_(total)
-                survey.add(chunk.shown(strip, survey, p, on_keys / total, logs, total))
+                measuring.add(chunk.shown(strip, measuring, p, on_keys / total, logs, total))
                 total = torch.ones_like(total)
             if not output:
                 continue
@@ -389,9 +389,11 @@ def _chunks(call: Call, height: int, width: int, *, together: bool = False) -> I
         items = slice(b, min(b + c, batch))
         strips = strips_of(items)
         for h in range(0, groups, g):
-            some = slice(h, min(h + g, groups))
-            k, v = (x[items, some].to(call.dtype).flatten(0, 1) for x in (call.k, call.v))
-            yield _Chunk(call, items, some, slice(some.start * shared, some.stop * shared), k, v, strips, careful)
+            kv_heads = slice(h, min(h + g, groups))
+            k, v = (x[items, kv_heads].to(call.dtype).flatten(0, 1) for x in (call.k, call.v))
+            yield _Chunk(
+                call, items, kv_heads, slice(kv_heads.start * shared, kv_heads.stop * shared), k, v, strips, careful
+            )
 
 
 def _select(x: Tensor, runs: list[slice]) -> Tensor:

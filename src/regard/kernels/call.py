@@ -229,5 +229,5 @@ class Kernel(Protocol):
     def output(self, call: Call) -> Tensor: ...
 
     def forward_measured(
-        self, call: Call, survey: MeasureRun, *, output: bool = True
+        self, call: Call, measuring: MeasureRun, *, output: bool = True
     ) -> tuple[Tensor | None, Tensor]: ...

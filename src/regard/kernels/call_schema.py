@@ -120,6 +120,6 @@ def unflatten(flat: Flat) -> Call:
 def _assemble(kind: type, parts: tuple[Any, ...]) -> Any:
     """An object from its parts, without its constructor's checks: they were made when the caller built it."""
     thing = object.__new__(kind)
-    for field, part in zip(kind.fields, parts, strict=True):
-        setattr(thing, field, part)
+    for field, value in zip(kind.fields, parts, strict=True):
+        setattr(thing, field, value)
     return thing

@@ -130,10 +130,10 @@ def backward(call: Call, out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[b
     return blockwise.backward(call, out, lse, d_out, wanted)
 
 
-def forward_measured(call: Call, survey: MeasureRun, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
+def forward_measured(call: Call, measuring: MeasureRun, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
     """torch's output and log-sum-exp; then the weights, from the latter."""
     out, lse = forward(call)
-    blockwise.replay(call, lse, survey)
+    blockwise.replay(call, lse, measuring)
     return (out if output else None), lse
 
 

@@ -98,30 +98,33 @@ def output(call: Call) -> Tensor:
     return run(call)[0]
 
 
-def forward_measured(call: Call, survey: MeasureRun, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
+def forward_measured(call: Call, measuring: MeasureRun, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
     """The same, with statistics from the same pass. Measures that it does not know are shown the weights afterwards."""
     out, lse = operators.new_output(call.q, call.v if output else call.v[..., :0])
-    plane = survey.plane
-    known = [_is_known(one, call, plane) for one in survey.measures]
+    plane = measuring.plane
+    known = [_is_known(measure, call, plane) for measure in measuring.measures]
     # Sums over queries leave padding out: where there is some, they are of a second call, in which it sees nothing.
     tokens = None if plane.padding is None else without_queries(call, plane.padding)
-    apart = [mine and tokens is not None and one.sums_queries for one, mine in zip(survey.measures, known, strict=True)]
+    apart = [
+        native and tokens is not None and measure.sums_queries
+        for measure, native in zip(measuring.measures, known, strict=True)
+    ]
     if tokens is not None and why_not(tokens) is not None:
-        known = [mine and not later for mine, later in zip(known, apart, strict=True)]
+        known = [native and not later for native, later in zip(known, apart, strict=True)]
         apart = [False] * len(apart)
     target = torch.empty(lse.shape, dtype=torch.int64)
-    at_once = [mine and not later for mine, later in zip(known, apart, strict=True)]
-    places = _places(survey, at_once) | {"target": target}
+    at_once = [native and not later for native, later in zip(known, apart, strict=True)]
+    places = _places(measuring, at_once) | {"target": target}
     _attention(call, out if output else None, lse, places)
     if tokens is not None and any(apart):
-        _attention(tokens, None, torch.empty_like(lse), _places(survey, apart))
-    torch.ge(target, 0, out=survey.seen)
-    for one, state, mine in zip(survey.measures, survey.states, known, strict=True):
-        if mine and isinstance(one, Peak):
-            numbers = survey.plane.numbers
-            state[1].copy_(target if numbers is None else numbers[target.clamp(min=0)].where(survey.seen, -1))
+        _attention(tokens, None, torch.empty_like(lse), _places(measuring, apart))
+    torch.ge(target, 0, out=measuring.seen)
+    for measure, state, native in zip(measuring.measures, measuring.states, known, strict=True):
+        if native and isinstance(measure, Peak):
+            numbers = measuring.plane.numbers
+            state[1].copy_(target if numbers is None else numbers[target.clamp(min=0)].where(measuring.seen, -1))
     if not all(known):
-        blockwise.replay(call, lse, survey.only([not mine for mine in known]))
+        blockwise.replay(call, lse, measuring.only([not native for native in known]))
     return (out if output else None), lse
 
 
@@ -146,27 +149,27 @@ _KNOWN: dict[type[Measure], str] = {
 }
 
 
-def _is_known(one: Measure, call: Call, plane: Plane) -> bool:
-    if isinstance(one, OnFirst) and plane.first is not None:  # (C looks at slot 0)
+def _is_known(measure: Measure, call: Call, plane: Plane) -> bool:
+    if isinstance(measure, OnFirst) and plane.first is not None:  # (C looks at slot 0)
         return False
-    if isinstance(one, Heatmap) and (plane.padding is not None or plane.key_padding is not None):
+    if isinstance(measure, Heatmap) and (plane.padding is not None or plane.key_padding is not None):
         return False  # texts of several lengths have cells of several sizes
-    if type(one) in (Distance, Offset, Offsets) and not call.contiguous:
+    if type(measure) in (Distance, Offset, Offsets) and not call.contiguous:
         return False
-    return type(one) in _KNOWN
+    return type(measure) in _KNOWN
 
 
-def _places(survey: MeasureRun, known: list[bool]) -> dict[str, Any]:
+def _places(measuring: MeasureRun, known: list[bool]) -> dict[str, Any]:
     """The measures' own tensors, for C to write into; and the sizes of those that have a choice."""
     places: dict[str, Any] = {}
-    numbers = survey.plane.numbers
-    for one, state, mine in zip(survey.measures, survey.states, known, strict=True):
-        if isinstance(one, OnFirst) and numbers is not None and int(numbers[0]) != 0:
+    numbers = measuring.plane.numbers
+    for measure, state, native in zip(measuring.measures, measuring.states, known, strict=True):
+        if isinstance(measure, OnFirst) and numbers is not None and int(numbers[0]) != 0:
             continue  # the text's first token is not among the keys: 0, as it is
-        if mine:
-            places[_KNOWN[type(one)]] = state[0] if isinstance(one, Peak) else state
-        if mine and isinstance(one, Offsets):
-            places["reach"] = (one.before, one.after)
+        if native:
+            places[_KNOWN[type(measure)]] = state[0] if isinstance(measure, Peak) else state
+        if native and isinstance(measure, Offsets):
+            places["reach"] = (measure.before, measure.after)
     return places
 
 
@@ -195,7 +198,7 @@ def _packed(call: Call, out: Tensor | None, lse: Tensor, places: dict[str, Any] 
     sinks = None if call.sinks is None else call.sinks.detach().to(torch.float32)
     drop = call.dropout
     dense, documents = seen.dense, seen.documents
-    found = _NO_STATISTICS if places is None else _statistics(places)
+    statistics = _NO_STATISTICS if places is None else _statistics(places)
     packed = CALL.pack(
         CALL.size,
         library.isa(),
@@ -231,7 +234,7 @@ def _packed(call: Call, out: Tensor | None, lse: Tensor, places: dict[str, Any] 
         *((0, 0, 0, 0, 0) if added is None else _bias(added)),
         *((0, 0, 0) if sinks is None else (sinks.data_ptr(), *broadcast_strides(sinks))),
         *((0, 0, 0, 0, 0, 0, 0, 0, 1.0) if drop is None else _dropout(drop)),
-        *found,
+        *statistics,
     )
     return _Packed(packed, added, (q, k, v, seen, sinks, drop))
 
@@ -320,12 +323,12 @@ class _Loops:
             _address(d_sinks),
         )
         loaded.backward(packed.call, gradients)
-        made: list[Tensor] = [grad.to(dtype) for grad in grads if grad is not None]
+        results: list[Tensor] = [grad.to(dtype) for grad in grads if grad is not None]
         if d_sinks is not None and call.sinks is not None:
-            made.append(d_sinks.sum_to_size(call.sinks.shape).to(call.sinks.dtype))
+            results.append(d_sinks.sum_to_size(call.sinks.shape).to(call.sinks.dtype))
         if d_added is not None:
-            made += bias_gradients(call, d_added.tensor, others)
-        return made
+            results += bias_gradients(call, d_added.tensor, others)
+        return results
 
 
 def _new_gradient(x: Tensor) -> Tensor:

@@ -187,8 +187,8 @@ def _tell_gradients(ops: _Operators) -> None:
         out, lse, *tensors = ctx.saved_tensors
         layout = ctx.layout
         wanted = layout.row(*ctx.needs_input_grad[:5])
-        made = iter(ops.backward(out, lse, d_out, d_lse, wanted, *layout.pieces(tensors)))
-        grads = [next(made) if want else None for want in wanted]
+        gradients = iter(ops.backward(out, lse, d_out, d_lse, wanted, *layout.pieces(tensors)))
+        grads = [next(gradients) if want else None for want in wanted]
         *grads, rest, numbers = *layout.pieces(grads)[:5], tensors[layout.differentiable :], layout.numbers
         return *grads, [None] * len(rest), *(None for _ in numbers)
 
@@ -212,9 +212,11 @@ def _eager_function(ops: _Operators) -> type[torch.autograd.Function]:
             d_out, d_lse = d_output
             wanted = list(ctx.needs_input_grad[3:])
             with fixed_precision(out), torch.no_grad():
-                made = ops.loops.backward(ctx.call.with_learned(learned), out, lse, d_out, d_lse, wanted, *ctx.sides)
-            made = iter(first_derivatives_only(ops.name, made, d_out, *learned))
-            return None, None, None, *(next(made) if want else None for want in wanted)
+                gradients = ops.loops.backward(
+                    ctx.call.with_learned(learned), out, lse, d_out, d_lse, wanted, *ctx.sides
+                )
+            gradients = iter(first_derivatives_only(ops.name, gradients, d_out, *learned))
+            return None, None, None, *(next(gradients) if want else None for want in wanted)
 
     return Eager
 
@@ -239,8 +241,12 @@ def _functional_function(ops: _Operators) -> type[torch.autograd.Function]:
             layout, differentiable = ctx.layout, ctx.layout.differentiable
             wanted = list(ctx.needs_input_grad[1 : 1 + differentiable])
             out, lse, *tensors = ctx.saved_tensors
-            made = iter(Backward.apply(layout, wanted, out, lse, *d_output, *tensors))
-            return None, *(next(made) if want else None for want in wanted), *(None for _ in tensors[differentiable:])
+            gradients = iter(Backward.apply(layout, wanted, out, lse, *d_output, *tensors))
+            return (
+                None,
+                *(next(gradients) if want else None for want in wanted),
+                *(None for _ in tensors[differentiable:]),
+            )
 
     class Backward(torch.autograd.Function):
         generate_vmap_rule = True

@@ -88,7 +88,7 @@ def backward(call: Call, out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[b
         d_p, *direct = torch.autograd.grad(values, [p, *grads], d_out, allow_unused=True)
         through = torch.autograd.grad(s, grads, p.detach() * (d_p - delta), allow_unused=True)
     both = zip(grads, direct, through, strict=True)
-    return [sum((part for part in parts if part is not None), torch.zeros_like(x)) for x, *parts in both]
+    return [sum((term for term in parts if term is not None), torch.zeros_like(x)) for x, *parts in both]
 
 
 def output(call: Call) -> Tensor:
@@ -98,13 +98,13 @@ def output(call: Call) -> Tensor:
     return forward(call)[0]
 
 
-def forward_measured(call: Call, survey: MeasureRun, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
+def forward_measured(call: Call, measuring: MeasureRun, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
     """The same, the weights shown to some measures as one strip."""
     p, lse = weights(call)
     batch, heads, n, m = call.shape
     if m and n:
         everything = (slice(0, batch), slice(0, heads), slice(0, n), [slice(0, m)])
-        survey.add(Strip(survey.plane, *everything, weights=p, mass=p.sum(-1)))
+        measuring.add(Strip(measuring.plane, *everything, weights=p, mass=p.sum(-1)))
     return (_values(call, p) if output else None), lse
 
 

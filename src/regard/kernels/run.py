@@ -92,7 +92,9 @@ def run_measured(
 ) -> tuple[Tensor | None, Tensor]:
     """Output (None unless asked for) and log-sum-exp, while the weights are shown to some measures."""
     if kernel == "auto":
-        chosen = next(one for one in _MEASURING if one.why_not(call) is None and one.worth(call))
+        chosen = next(
+            candidate for candidate in _MEASURING if candidate.why_not(call) is None and candidate.worth(call)
+        )
     else:
         chosen = choose(kernel, call)
     with torch.no_grad(), fixed_precision(call.q):

@@ -41,9 +41,9 @@ class Keep(Mask):
         return part if self.sense else ~part
 
     def part(self, tile: Tile, heads: slice, shift: int) -> Mask:
-        own = self.tensor[:, heads] if self.tensor.shape[1] > 1 else self.tensor
-        own = own[:, :, tile.rows] if own.shape[2] > 1 else own
-        return type(self)(own[..., tile.cols] if own.shape[3] > 1 else own)
+        part = self.tensor[:, heads] if self.tensor.shape[1] > 1 else self.tensor
+        part = part[:, :, tile.rows] if part.shape[2] > 1 else part
+        return type(self)(part[..., tile.cols] if part.shape[3] > 1 else part)
 
     def survey(self, grid: Grid) -> Survey:
         seen = self.tensor.to(torch.uint8)

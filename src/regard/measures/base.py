@@ -158,14 +158,14 @@ class Strip:
         """The mass on the keys that stand at `positions` (1|c, n, K), K of them for each query: (c, h, n, K)."""
         keys = self.k_positions
         if not self.plane.ascending:
-            parts = (self.where_true(keys[:, None, :] == one[:, :, None]) for one in positions.unbind(-1))
+            parts = (self.where_true(keys[:, None, :] == places[:, :, None]) for places in positions.unbind(-1))
             return torch.stack(list(parts), -1)
         items = max(keys.shape[0], positions.shape[0])
         keys = keys.expand(items, -1).contiguous()
         wanted = positions.expand(items, -1, -1).flatten(1).contiguous()  # (items, n * K)
-        found = torch.searchsorted(keys, wanted).clamp_(max=keys.shape[1] - 1)
-        hit = (keys.gather(1, found) == wanted).view(items, 1, *positions.shape[1:])
-        index = found.view(items, 1, *positions.shape[1:]).expand(*self.weights.shape[:3], -1)
+        nearest = torch.searchsorted(keys, wanted).clamp_(max=keys.shape[1] - 1)
+        hit = (keys.gather(1, nearest) == wanted).view(items, 1, *positions.shape[1:])
+        index = nearest.view(items, 1, *positions.shape[1:]).expand(*self.weights.shape[:3], -1)
         return self.weights.gather(-1, index) * hit
 
     def near(self, before: int, after: int) -> tuple[slice, Tensor]:

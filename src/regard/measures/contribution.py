@@ -98,11 +98,11 @@ class Divergence(Measure):
             entropies = torch.special.entr(weights).sum(-1)
         mass = weights.sum(-1)
         for head in range(weights.shape[1] - 1):
-            one, others = slice(head, head + 1), slice(head + 1, None)
+            this, others = slice(head, head + 1), slice(head + 1, None)
             # of the mean of two rows, by that of their sum: -sum m/2 ln(m/2) = -1/2 sum m ln m + ln 2 / 2 sum m
-            mixed = torch.special.entr(weights[:, one] + weights[:, others]).sum(-1) / 2
-            mixed += (mass[:, one] + mass[:, others]) * (math.log(2) / 2)
-            apart = mixed - (entropies[:, one] + entropies[:, others]) / 2
+            mixed = torch.special.entr(weights[:, this] + weights[:, others]).sum(-1) / 2
+            mixed += (mass[:, this] + mass[:, others]) * (math.log(2) / 2)
+            apart = mixed - (entropies[:, this] + entropies[:, others]) / 2
             sums = apart.clamp_(min=0).sum(-1)  # (c, heads after this one); rounding may have gone below 0
             state[strip.batch, head, head + 1 :] += sums
             state[strip.batch, head + 1 :, head] += sums

@@ -33,11 +33,11 @@ class Heatmap(Measure):
         """The cell of each query (1|B, N) and of each key (1|B, M); padding, whose weights are 0, is in the first."""
         device = plane.k_positions.device
         sides = (self.rows, plane.queries, plane.padding), (self.cols, plane.keys, plane.key_padding)
-        found = []
+        cells_of = []
         for cells, size, padding in sides:
             rank, tokens = ranks(padding, size, device)
-            found.append(rank.clamp(min=0) * tokens.clamp(max=cells) // tokens.clamp(min=1))
-        return found[0], found[1]
+            cells_of.append(rank.clamp(min=0) * tokens.clamp(max=cells) // tokens.clamp(min=1))
+        return cells_of[0], cells_of[1]
 
     def begin(self, plane: Plane) -> Tensor:
         n, m = plane.longest
@@ -48,17 +48,17 @@ class Heatmap(Measure):
         if max(rows.shape[0], cols.shape[0]) > 1:  # texts of several lengths
             into = state[strip.batch, strip.heads]
             for item, weights in enumerate(strip.weights):
-                own = cols[item if cols.shape[0] > 1 else 0].expand(*weights.shape[:2], -1)
-                wide = weights.new_zeros(*weights.shape[:2], into.shape[-1]).scatter_add_(-1, own, weights)
+                cells = cols[item if cols.shape[0] > 1 else 0].expand(*weights.shape[:2], -1)
+                wide = weights.new_zeros(*weights.shape[:2], into.shape[-1]).scatter_add_(-1, cells, weights)
                 into[item].index_add_(1, rows[item if rows.shape[0] > 1 else 0], wide)
             return
         rows, cols = rows[0], cols[0]
         first, last = int(cols[0]), int(cols[-1]) + 1
         if strip.plane.keys <= self.cols and last - first == cols.numel():  # each key has a cell of its own, no gap
-            part = strip.weights
+            weights = strip.weights
         else:
-            part = _summed(strip.weights, cols, first, last)
-        state[strip.batch, strip.heads, :, first:last].index_add_(2, rows, part)
+            weights = _summed(strip.weights, cols, first, last)
+        state[strip.batch, strip.heads, :, first:last].index_add_(2, rows, weights)
 
 
 def _summed(weights: Tensor, cells: Tensor, first: int, last: int) -> Tensor:
@@ -66,9 +66,9 @@ def _summed(weights: Tensor, cells: Tensor, first: int, last: int) -> Tensor:
     rise. By products with ones, for some cells at a time: one product for all would be mostly zeros."""
     parts = []
     for cell in range(first, last, _TOGETHER):
-        some = min(_TOGETHER, last - cell)
-        a, b = torch.searchsorted(cells, torch.tensor([cell, cell + some], device=cells.device)).tolist()
-        ones = torch.nn.functional.one_hot(cells[a:b] - cell, some).to(weights.dtype)
+        count = min(_TOGETHER, last - cell)
+        a, b = torch.searchsorted(cells, torch.tensor([cell, cell + count], device=cells.device)).tolist()
+        ones = torch.nn.functional.one_hot(cells[a:b] - cell, count).to(weights.dtype)
         parts.append(weights[..., a:b] @ ones)
     return torch.cat(parts, -1)
 
@@ -115,10 +115,10 @@ class Crop(Measure):
         r0, r1 = max(strip.rows.start, self.r0), min(strip.rows.stop, self.r1)
         if r0 >= r1:
             return
-        part = strip.weights[:, :, r0 - strip.rows.start : r1 - strip.rows.start]
+        rows = strip.weights[:, :, r0 - strip.rows.start : r1 - strip.rows.start]
         inside = (strip.columns >= self.c0) & (strip.columns < self.c1)
         columns = strip.columns[inside] - self.c0
-        state[strip.batch, strip.heads, r0 - self.r0 : r1 - self.r0, columns] = part[..., inside]
+        state[strip.batch, strip.heads, r0 - self.r0 : r1 - self.r0, columns] = rows[..., inside]
 
 
 class TopLinks(NamedTuple):

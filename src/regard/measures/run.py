@@ -68,36 +68,36 @@ def as_measures(measures: MeasureLike | Iterable[MeasureLike] | None) -> list[Me
         measures = DEFAULT
     if isinstance(measures, (str, Measure, type)):
         measures = [measures]
-    made: list[Measure] = []
-    for one in measures:
-        if isinstance(one, str):
-            if one not in NAMED:
+    chosen: list[Measure] = []
+    for measure in measures:
+        if isinstance(measure, str):
+            if measure not in NAMED:
                 raise bad_value(
                     "measures",
                     expected=f"names among {sorted(NAMED)}, or objects of regard.measures",
-                    received=repr(one),
+                    received=repr(measure),
                 )
-            one = NAMED[one]
-        if isinstance(one, type) and issubclass(one, Measure):
+            measure = NAMED[measure]
+        if isinstance(measure, type) and issubclass(measure, Measure):
             try:
-                one = one()
+                measure = measure()
             except TypeError as error:
                 raise bad_type(
-                    f"measure {one.__name__}",
+                    f"measure {measure.__name__}",
                     expected="an object made with its arguments",
                     received="the class",
                     remedy=str(error),
                 ) from None
-        if not isinstance(one, Measure):
-            raise bad_type("measures", expected="names or objects of regard.measures", received=type(one).__name__)
-        twins = [other for other in made if type(other) is type(one)]
-        if not twins or _holds_tensors(one) or all(vars(one) != vars(other) for other in twins):
-            made.append(one)
-    names = [name for one in made for name in one.gives]
+        if not isinstance(measure, Measure):
+            raise bad_type("measures", expected="names or objects of regard.measures", received=type(measure).__name__)
+        twins = [other for other in chosen if type(other) is type(measure)]
+        if not twins or _holds_tensors(measure) or all(vars(measure) != vars(other) for other in twins):
+            chosen.append(measure)
+    names = [name for measure in chosen for name in measure.gives]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise bad_value("measures", expected="one of a kind", received=f"{', '.join(twice)} twice")
-    return made
+    return chosen
 
 
 def _holds_tensors(measure: Measure) -> bool:
@@ -133,32 +133,32 @@ class MeasureRun:
 
     def __init__(self, measures: list[Measure], plane: Plane) -> None:
         self.measures, self.plane = measures, plane
-        self.prepared = [one.prepare(plane) for one in measures]
-        self.states = [one.begin(plane) for one in measures]
+        self.prepared = [measure.prepare(plane) for measure in measures]
+        self.states = [measure.begin(plane) for measure in measures]
         self.seen = plane.new(plane.queries, dtype=torch.bool)
 
     @property
     def wants_logs(self) -> bool:
-        return any(one.needs_logs for one in self.measures)
+        return any(measure.needs_logs for measure in self.measures)
 
     @property
     def wants_all_heads(self) -> bool:
-        return any(one.needs_all_heads for one in self.measures)
+        return any(measure.needs_all_heads for measure in self.measures)
 
     def only(self, which: list[bool]) -> MeasureRun:
         """The same survey with some of its measures alone; what they find is found here, too."""
-        part = copy(self)
-        part.measures, part.prepared, part.states = (
+        partial = copy(self)
+        partial.measures, partial.prepared, partial.states = (
             [x for x, wanted in zip(some, which, strict=True) if wanted]
             for some in (self.measures, self.prepared, self.states)
         )
-        return part
+        return partial
 
     def add(self, strip: Strip) -> None:
         """Show a strip to every measure."""
         self.seen[strip.where] = strip.mass > 0
-        for one, state, prepared in zip(self.measures, self.states, self.prepared, strict=True):
-            one.add(state, strip.without_padding if one.sums_queries else strip, prepared)
+        for measure, state, prepared in zip(self.measures, self.states, self.prepared, strict=True):
+            measure.add(state, strip.without_padding if measure.sums_queries else strip, prepared)
 
     def result(self) -> Measurements:
         """Everything that was found."""
@@ -166,11 +166,11 @@ class MeasureRun:
         counts: dict[str, Tensor] = {}
         padding = self.plane.padding
         tokens = self.seen if padding is None else self.seen & ~padding[:, None]
-        for one, state, prepared in zip(self.measures, self.states, self.prepared, strict=True):
-            found = one.end(state, tokens if one.sums_queries else self.seen)
-            values |= found
-            counted = one.counted(self.plane, prepared)
+        for measure, state, prepared in zip(self.measures, self.states, self.prepared, strict=True):
+            results = measure.end(state, tokens if measure.sums_queries else self.seen)
+            values |= results
+            counted = measure.counted(self.plane, prepared)
             if counted is not None:
-                by_name = counted if isinstance(counted, dict) else dict.fromkeys(found, counted)
+                by_name = counted if isinstance(counted, dict) else dict.fromkeys(results, counted)
                 counts |= {name: self.seen & which[:, None] for name, which in by_name.items()}
         return Measurements(values, self.seen, counts)

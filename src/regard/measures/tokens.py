@@ -158,8 +158,8 @@ class _Copies(Measure):
             start = torch.zeros(1, 1, device=key_ids.device) if plane.first is None else plane.first[:, None]
             key_ids = torch.where(number == start, NO_TOKEN, key_ids)
         apart = self._first_copies(plane, prepared[0], key_ids, k_positions)
-        one, two = self.gives
-        return {one: first < plane.q_positions, two: apart < plane.q_positions - 1 - self.after}
+        first_name, second_name = self.gives
+        return {first_name: first < plane.q_positions, second_name: apart < plane.q_positions - 1 - self.after}
 
     def _first_copies(self, plane: Plane, ids: Tensor, key_ids: Tensor, k_positions: Tensor) -> Tensor:
         """Where the first token of each query's kind stands, (1|B, N); beyond all where there is none."""

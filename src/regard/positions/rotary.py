@@ -56,9 +56,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, N, R/2): the same for all heads
 
     half = cos.shape[-1]
-    whole = 2 * half == x.shape[-1]
-    part, rest = (x, None) if whole else (x[..., : 2 * half], x[..., 2 * half :])
-    turned = _turn(part.to(dtype), cos, sin, interleaved).to(x.dtype)
+    all_rotated = 2 * half == x.shape[-1]
+    rotated, rest = (x, None) if all_rotated else (x[..., : 2 * half], x[..., 2 * half :])
+    turned = _turn(rotated.to(dtype), cos, sin, interleaved).to(x.dtype)
     return turned if rest is None else torch.cat((turned, rest), dim=-1)
 
 
@@ -340,9 +340,9 @@ class Rotary(nn.Module):
         # Doubling makes the cost of a text read token by token that of reading it at once.
         size = min(max(size, 256, 0 if kept is None else 2 * len(kept[0])), tuning.ROTARY_TABLE)
         with _kept_for_training():
-            made = self._cos_sin(torch.arange(size, device=device), length, dtype)
+            table = self._cos_sin(torch.arange(size, device=device), length, dtype)
             if both:
-                made = torch.cat((made[0], made[0]), -1), torch.cat((-made[1], made[1]), -1)
-        if type(made[0]) is Tensor:  # not a fake one, of a mode that is on around this call
-            self._tables[key] = made
-        return made
+                table = torch.cat((table[0], table[0]), -1), torch.cat((-table[1], table[1]), -1)
+        if type(table[0]) is Tensor:  # not a fake one, of a mode that is on around this call
+            self._tables[key] = table
+        return table

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from regard.parallel.cost import Sizes, Way
 
-__all__ = ["CLOSE", "Beside", "Report", "Row", "distributed", "kernels"]
+__all__ = ["CLOSE", "KernelTiming", "Report", "Row", "distributed", "kernels"]
 
 COMMAND = "torchrun --nproc-per-node 2 -m regard bench --distributed"
 CLOSE = 1e-5  # how far outputs and gradients may be from one process's, relative to the largest
@@ -47,7 +47,7 @@ HANDSHAKE = 14 * 8  # bytes that a rank sends each of the others in one call of 
 
 
 @dataclass(frozen=True)
-class Beside:
+class KernelTiming:
     """Medians in seconds."""
 
     tokens: int
@@ -75,7 +75,7 @@ def kernels(
     head_dim: int = 64,
     causal: bool = True,
     repeats: int = 5,
-) -> list[Beside]:
+) -> list[KernelTiming]:
     """`attend` and `measure` beside F.scaled_dot_product_attention, in float32 with B = 1.
 
     Args:
@@ -93,7 +93,7 @@ def kernels(
         _positive("tokens", n)
         for backward in (False, True):
             times = _take_turns(_contestants(n, heads, kv_heads, head_dim, causal, backward), repeats)
-            rows.append(Beside(n, backward, times["sdpa"], times["attend"], times.get("seeing")))
+            rows.append(KernelTiming(n, backward, times["sdpa"], times["attend"], times.get("seeing")))
     return rows
 
 
@@ -303,7 +303,7 @@ class _Bench:
 
     def _ways(self) -> tuple[dict[str, _Contestant], dict[str, str]]:
         """Those that can be done, and why not the others."""
-        from regard.parallel import shard, shard_heads, shard_sequence
+        from regard.parallel import SequenceSharding, shard_heads, shard_sequence
         from regard.parallel.cost import why_not
 
         s = self.sizes
@@ -326,8 +326,9 @@ class _Bench:
             if way == "heads":
                 ways[name] = _Contestant(shard_heads(own, self.mesh), x, d_out, mask, formula, None)  # type: ignore[arg-type]
             else:
-                shard_sequence(own, self.mesh, way, balance=balanced)
-                part, d_part = (shard(y, self.mesh, balanced) for y in (x, d_out))
+                sequence = SequenceSharding(self.mesh, way, balanced)  # type: ignore[arg-type]
+                shard_sequence(own, sequence)
+                part, d_part = (sequence.shard(y) for y in (x, d_out))
                 ways[name] = _Contestant(own, part, d_part, mask, formula, balanced)
         return ways, refused
 
@@ -352,14 +353,14 @@ class _Bench:
 
     def _counted(self, name: str, way: _Contestant) -> tuple[dict[str, int], list[Tensor]]:
         """What the busiest rank sends, by kind; and the results, whole."""
-        from regard.parallel import counting, gather
+        from regard.parallel import SequenceSharding, counting
 
         with counting() as traffic:
             results = self._step(name, way)
         kinds = ("blocks", "exchange", "sum", "gather")
         most = self._largest(*(traffic.bytes.get(kind, 0) for kind in kinds))
         if way.balanced is not None:
-            results[:2] = (gather(part, self.mesh, way.balanced) for part in results[:2])
+            results[:2] = map(SequenceSharding(self.mesh, balance=way.balanced).gather, results[:2])
         results = [_waited(y.full_tensor()) if hasattr(y, "full_tensor") else y for y in results]  # type: ignore[attr-defined]
         return {kind: int(size) for kind, size in zip(kinds, most, strict=True) if size}, results
 

@@ -75,10 +75,10 @@ def logits(
     """Outputs and all gradients; where the sequence is over a mesh, of its parts."""
     text = ids()
     if mesh is not None:
-        text = parallel.shard(text, mesh, balance)
-        keep = parallel.shard(keep, mesh, balance) if parts and keep is not None else keep
+        text = parallel.SequenceSharding(mesh, balance=balance).shard(text)
+        keep = parallel.SequenceSharding(mesh, balance=balance).shard(keep) if parts and keep is not None else keep
     out = model(text, keep=keep)
-    out = out if mesh is None else parallel.gather(out, mesh, balance)
+    out = out if mesh is None else parallel.SequenceSharding(mesh, balance=balance).gather(out)
     weight = normal(*out.shape, seed=3) * (1.0 if keep is None else KEEP[..., None])
     (out * weight).sum().backward()
     return found(out * (weight != 0), None, model, {})
@@ -165,7 +165,7 @@ def trained(
     for step in range(steps):
         text, targets = ids(seed=step)[rows], ids(seed=step).roll(-1, 1)[rows]
         if mesh is not None:
-            text, targets = (parallel.shard(x, mesh, balance=True) for x in (text, targets))
+            text, targets = (parallel.SequenceSharding(mesh, balance=True).shard(x) for x in (text, targets))
         loss = loss_of(model(text), targets)
         (loss * times).backward()
         optimizer.step()

@@ -181,7 +181,7 @@ def _of_sequences(rank: int, mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
         return parallel.shard_sequence(layer(), mesh, **options)
 
     def part(balance: bool = False) -> Tensor:
-        return parallel.shard(x, mesh, balance)
+        return parallel.SequenceSharding(mesh, balance=balance).shard(x)
 
     def by_fsdp() -> None:
         fully_shard(module := new(), mesh=mesh)
@@ -199,11 +199,12 @@ def _of_sequences(rank: int, mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
 
     even = ModelConfig(layers=1, embed_dim=24, num_heads=12, vocabulary=5, inner=30, context=7, causal=True)
     return {
-        "gather: balanced on one": lambda: parallel.gather(part(odd), mesh, odd),
+        "gather: balanced on one": lambda: parallel.SequenceSharding(mesh, balance=odd).gather(part(odd)),
         "gather: shape": lambda: parallel.gather(part()[:, :, : WIDTH - odd], mesh),
         "gather: not a tensor": lambda: parallel.gather(part().tolist() if odd else part(), mesh),
-        "gather: sharded otherwise": lambda: parallel.gather(part(False), mesh, True),
+        "gather: sharded otherwise": lambda: parallel.SequenceSharding(mesh, balance=True).gather(part(False)),
         "shard: no axis": lambda: parallel.shard(torch.tensor(1.0), mesh),
+        "shard: balance in one call": lambda: parallel.shard(x, mesh, balance=True),
         "shard: balance": lambda: parallel.shard(x, mesh, "yes"),  # type: ignore[arg-type]
         "sequence: method": lambda: parallel.SequenceSharding(mesh, "rings"),  # type: ignore[arg-type]
         "sequence: method and balance beside it": lambda: parallel.shard_sequence(
@@ -230,11 +231,11 @@ def _of_sequences(rank: int, mesh: DeviceMesh) -> dict[str, Callable[[], Any]]:
             parallel.shard(torch.ones(2, 5, dtype=torch.int64), mesh)
         ),
         "model: keep sharded otherwise": lambda: parallel.shard_sequence(Decoder(config), mesh, balance=True)(
-            parallel.shard(torch.ones(2, 5, dtype=torch.int64), mesh, balance=True),
+            parallel.SequenceSharding(mesh, balance=True).shard(torch.ones(2, 5, dtype=torch.int64)),
             keep=parallel.shard(torch.ones(2, 5) > 0, mesh),
         ),
         "layer: positions sharded otherwise": lambda: new()(
-            part(), positions=parallel.shard(torch.arange(TOKENS), mesh, balance=True)
+            part(), positions=parallel.SequenceSharding(mesh, balance=True).shard(torch.arange(TOKENS))
         ),
         "model: cache": lambda: ids(model := Decoder(config), cache=model.new_cache()),
         "model: keep": lambda: ids(Decoder(config), keep=torch.ones(2, 6 if odd else 7) > 0),
@@ -281,6 +282,7 @@ WORDS: dict[str, str | dict[str, str]] = {
     },
     "shard: no axis": r"^ValueError: x: expected \(B, N, ...\) or \(N,\)",
     "gather: sharded otherwise": r"^ValueError: balance: expected parts as .*\(9, 10, 10\), received \(10, 10, 9\)",
+    "shard: balance in one call": r"^ValueError: balance: expected a SequenceSharding, .*, received balance=True",
     "shard: balance": r"^TypeError: balance: expected True or False, received 'yes'",
     "sequence: method": r"""^ValueError: method: expected "ring" or "alltoall", received 'rings'""",
     "sequence: method and balance beside it": r"^ValueError: method, balance: expected none beside a SequenceSharding",

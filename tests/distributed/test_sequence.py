@@ -105,7 +105,7 @@ def _others(mesh: DeviceMesh, method: str, balance: bool, where: str) -> Iterato
 
 def _positions_in_parts(mesh: DeviceMesh, balance: bool, options: dict[str, Any]) -> dict[str, Any]:
     where = options["positions"]
-    return {**options, "positions": parallel.shard(where, mesh, balance, dim=where.dim() - 1)}
+    return {**options, "positions": parallel.SequenceSharding(mesh, balance=balance).shard(where, dim=where.dim() - 1)}
 
 
 def rounded(case: Case, mesh: DeviceMesh, method: str, balance: bool) -> dict[str, float]:
@@ -125,7 +125,7 @@ def of_weights(mesh: DeviceMesh, method: str, balance: bool) -> dict[str, float]
         part = x
         if spread:
             parallel.shard_sequence(module, mesh, method, balance=balance)  # type: ignore[arg-type]
-            part, towards = parallel.shard(x, mesh, balance), tokens.part(direction, rank, 2)
+            part, towards = parallel.SequenceSharding(mesh, balance=balance).shard(x), tokens.part(direction, rank, 2)
         _, weights = module(part, **case.options)
         (weights * towards).sum().backward()
         return found(weights, None, module, {"x": x})

@@ -182,7 +182,7 @@ class Scene:
             panel = Panel(number, layer, item, rows, cols, *labels)
             panel.measures = {name: value.float().cpu() for name, value in scalars(layer).items()}
             if _has_roles(layer):
-                panel.roles = list(roles(record.only(number), tokens=role_tokens[layer.name]))
+                panel.roles = list(roles(record.subset([layer.name]), tokens=role_tokens[layer.name]))
             self.panels.append(panel)
 
     def __len__(self) -> int:
@@ -229,7 +229,7 @@ def _unpadded_ranges(record: Record, item: int, target: int) -> list[tuple[range
     ranges = []
     for number, layer in enumerate(record):
         _, _, n, m = layer.shape
-        q_padding, k_padding = layer.padding
+        q_padding, k_padding = layer.query_padding, layer.key_padding
         rows, cols = _unpadded(q_padding, item, n), _unpadded(k_padding, item, m)
         side = number >= target, n
         if layer.kind == "self":
@@ -258,7 +258,7 @@ def _layer_labels(
     """The labels of a layer's queries and keys."""
     batch, _, n, m = layer.shape
     if layer.kind == "self" and q_tokens is not None:
-        if layer.in_chunks and len(q_tokens) == m + 1:
+        if layer.num_chunks > 1 and len(q_tokens) == m + 1:
             q_tokens = k_tokens = q_tokens[:-1]  # the last token was generated, not read
         if n < m == len(q_tokens):  # a watch that began in the middle
             q_tokens = q_tokens[m - n :]

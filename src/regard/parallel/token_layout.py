@@ -179,14 +179,25 @@ class SequenceSharding:
 
 
 def shard(x: Tensor, mesh: DeviceMesh, balance: bool = False, *, dim: int | None = None) -> Tensor:
-    """`SequenceSharding(mesh, balance=balance).shard(x, dim)`. A balanced part does not say that it is
-    one: pass `balance=True` to `shard_sequence` and `gather`, too."""
-    return SequenceSharding(mesh, balance=balance).shard(x, dim)
+    """`SequenceSharding(mesh).shard(x, dim)`: this rank's part of a sequence, neighbouring tokens."""
+    return SequenceSharding(mesh, balance=_refuse_balance(balance)).shard(x, dim)
 
 
 def gather(y: Tensor, mesh: DeviceMesh, balance: bool = False, *, dim: int | None = None) -> Tensor:
-    """`SequenceSharding(mesh, balance=balance).gather(y, dim)`: `balance` must be that of `shard`."""
-    return SequenceSharding(mesh, balance=balance).gather(y, dim)
+    """`SequenceSharding(mesh).gather(y, dim)`: the whole sequence, from parts of neighbouring tokens."""
+    return SequenceSharding(mesh, balance=_refuse_balance(balance)).gather(y, dim)
+
+
+def _refuse_balance(balance: bool) -> bool:
+    """A part does not say how it was cut. If one of three calls forgot `balance`, tokens would be permuted silently."""
+    if balance is True:
+        raise bad_value(
+            "balance",
+            expected="a SequenceSharding, which shards, gathers and is given to shard_sequence",
+            received="balance=True for one call",
+            remedy="sequence = SequenceSharding(mesh, balance=True); shard_sequence(model, sequence)",
+        )
+    return balance
 
 
 def _check(what: str, x: object) -> None:

@@ -63,13 +63,28 @@ class LayerRecord:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(B, H, N, M) of the last sequence, including padding and keys that a cache has dropped."""
-        return *self._sequence.shape, self._sequence.queries, self._sequence.total
+        """(B, H, N, M) of the last sequence."""
+        return self.batch_size, self.heads, self.num_queries, self.num_keys
 
     @property
-    def in_chunks(self) -> bool:
-        """Whether the last sequence was read in several calls, from a cache."""
-        return len(self._sequence.pieces) > 1
+    def batch_size(self) -> int:
+        """B of the last sequence."""
+        return self._sequence.shape[0]
+
+    @property
+    def num_queries(self) -> int:
+        """N of the last sequence, padding included."""
+        return self._sequence.queries
+
+    @property
+    def num_keys(self) -> int:
+        """M of the last sequence, padding and keys that a cache has dropped included."""
+        return self._sequence.total
+
+    @property
+    def num_chunks(self) -> int:
+        """In how many calls the last sequence was read: more than 1 for generation with a cache."""
+        return len(self._sequence.pieces)
 
     # What was measured
 
@@ -169,13 +184,18 @@ class LayerRecord:
 
     def last_padding(self) -> Tensor | None:
         """True for padding queries of the last sequence, (B, 1, N); None if there is no padding."""
-        padding = self._sequence.padding
+        padding = self.query_padding
         return None if padding is None else padding[:, None]
 
     @property
-    def padding(self) -> tuple[Tensor | None, Tensor | None]:
-        """True for padding queries (B, N) and padding keys (B, M) of the last sequence; None if there is no padding."""
-        return self._sequence.padding, self._sequence.key_padding
+    def query_padding(self) -> Tensor | None:
+        """True for padding queries of the last sequence, (B, N); None if there is no padding."""
+        return self._sequence.padding
+
+    @property
+    def key_padding(self) -> Tensor | None:
+        """True for padding keys of the last sequence, (B, M); None if there is no padding."""
+        return self._sequence.key_padding
 
     def last_counted(self) -> dict[str, Tensor]:
         """Which queries (B, H, N) count, for each measure that counts fewer than `last_tokens`."""
@@ -252,17 +272,17 @@ class LayerRecord:
             rows, cols: queries and keys, as slices (or one, whose axis is dropped); all by default.
             batch: one item of the batch (its axis is dropped), or all.
         """
+        sequence = self._sequence
         self._check_kept()
         if head is None or isinstance(head, slice):
             heads = list(range(self.heads)[slice(None) if head is None else head])
         else:
             several = [head] if isinstance(head, int) or not isinstance(head, Sequence) else head
             heads = [_index("head", number, self.heads) for number in several]
-        batch_size, _, n, m = self.shape
-        item = None if batch is None else _index("batch", batch, batch_size)
+        item = None if batch is None else _index("batch", batch, self.batch_size)
         items = slice(None) if item is None else slice(item, item + 1)
-        r0, r1, _ = _slice("rows", rows, n).indices(n)
-        c0, c1, _ = _slice("cols", cols, m).indices(m)
+        r0, r1, _ = _slice("rows", rows, sequence.queries).indices(sequence.queries)
+        c0, c1, _ = _slice("cols", cols, sequence.total).indices(sequence.total)
         result = self._block(items, heads, slice(r0, max(r0, r1)), slice(c0, max(c0, c1)))
         if isinstance(cols, int):
             result = result[..., 0]
@@ -288,7 +308,7 @@ class LayerRecord:
             blocks.append(wide)
         if not blocks:  # no rows
             none = weights_of(sequence.pieces[0], keys, items, heads, slice(0, 0))
-            return none.new_zeros(len(range(self.shape[0])[items]), len(heads), 0, cols.stop - cols.start)
+            return none.new_zeros(len(range(self.batch_size)[items]), len(heads), 0, cols.stop - cols.start)
         return torch.cat(blocks, 2)
 
     def measure(self, measures: MeasureLike | Iterable[MeasureLike]) -> dict[str, Any]:

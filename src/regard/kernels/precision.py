@@ -11,10 +11,10 @@ from torch import Tensor
 __all__ = ["casts_to", "fixed_precision"]
 
 
-def casts_to(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which autocast wants tensors of `dtype` on `device`: the same where it is off, and for float64."""
+def casts_to(device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype to which autocast casts tensors of `dtype` on `device`; None where it is off, and for float64."""
     if dtype is torch.float64 or device.type == "meta" or not torch.is_autocast_enabled(device.type):
-        return dtype
+        return None
     return torch.get_autocast_dtype(device.type)
 
 

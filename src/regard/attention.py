@@ -245,7 +245,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[Options]) -> Call
             raise bad_type(name, expected="a tensor", received=type(x).__name__, remedy="torch.as_tensor(...)")
     device = q.device
     dtype = casts_to(device, q.dtype)
-    if dtype is not q.dtype:
+    if dtype is not None:
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     _check_tensors(q, k, v)
     batch, heads, n, _ = q.shape

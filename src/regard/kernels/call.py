@@ -111,10 +111,11 @@ class Call:
 
     def simplified(self) -> Call:
         """The same call without the parts of its mask that hide nothing."""
-        if self.mask is None or len(self.parts) == len(self.derive(_conjuncts)):
+        parts = self.parts
+        if len(parts) == len(self.derive(_conjuncts)):
             return self
-        simple = replace(self, mask=functools.reduce(And, self.parts) if self.parts else None)
-        simple.__dict__["_derived"] = {_parts: self.parts}
+        simple = replace(self, mask=functools.reduce(And, parts) if parts else None)
+        simple.__dict__["_derived"] = {_parts: parts}
         return simple
 
     def detached(self) -> Call:

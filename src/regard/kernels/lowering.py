@@ -50,9 +50,10 @@ def pairs_to_evaluate(call: Call) -> int:
     batch, heads, n, m = call.shape
     mask = 0
     if call.mask is not None:
-        planes = [part for part in call.parts if not _as_numbers(part, call)]
-        planes += [part for part in call.parts if type(part) is Documents][1:]  # (one is two rows of integers)
-        rows = [part for part in call.parts if isinstance(part, Padding) and part.keep is not None]  # maybe with holes
+        parts = call.parts
+        planes = [part for part in parts if not _as_numbers(part, call)]
+        planes += [part for part in parts if type(part) is Documents][1:]  # (one is two rows of integers)
+        rows = [part for part in parts if isinstance(part, Padding) and part.keep is not None]  # maybe with holes
         if any(type(part) not in (Keep, Hide) for part in planes) or (planes and len(planes) + len(rows) > 1):
             mask = batch * n * m * (1 if call.mask.shared_by_heads() else heads)
     if all(bias.is_dense for bias in call.biases) and len(call.biases) <= 1:

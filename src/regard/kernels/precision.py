@@ -16,10 +16,10 @@ def mixed_precision(device_type: str) -> bool:
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
-def casts_to(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which autocast wants tensors of `dtype` on `device`: the same where it is off, and for float64."""
+def casts_to(device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype to which autocast casts tensors of `dtype` on `device`; None where it is off, and for float64."""
     if dtype is torch.float64 or not mixed_precision(device.type):
-        return dtype
+        return None
     return torch.get_autocast_dtype(device.type)
 
 

@@ -91,7 +91,8 @@ class ShardedCall:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, kernel: str, dropout: float, **options: Any) -> Tensor:
         """(B, H, n, E) from this rank's q (B, H, n, D), k (B, G, m, D), v (B, G, m, E)."""
         dtype = casts_to(q.device, q.dtype)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        if dtype is not None:
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         with fixed_precision(q):
             drop = self._drop(q, dropout)
             sequence = self.sharding.sequence

@@ -192,7 +192,8 @@ def _parts(call: Call) -> tuple[Mask, ...]:
     parts = call.derive(_conjuncts)
     if not call.contiguous or torch.compiler.is_exporting():
         return parts
-    return tuple(part for part in parts if not part.sees_all(call.q_start, *call.shape[2:]))
+    n, m = call.q.shape[2], call.k.shape[2]
+    return tuple([part for part in parts if not part.sees_all(call.q_start, n, m)])
 
 
 def _whole(call: Call) -> Tile:

@@ -201,7 +201,7 @@ def measure(
 def plane_of(call: Call) -> Plane:
     """What is measured of a call: its sizes and where its tokens stand. More that is known goes in by `replace`."""
     tile = call.whole()
-    kept = [part.keep for part in call.parts if isinstance(part, Padding) and part.keep is not None]
+    kept = [part.keep for part in call.mask_parts if isinstance(part, Padding) and part.keep is not None]
     first = functools.reduce(torch.logical_and, kept).to(torch.uint8).argmax(1) if kept else None
     first = first if first is not None and first.any() else None  # (with lengths it is 0)
     return Plane(*call.shape, tile.q_positions, tile.k_positions, call.dtype, first=first)
@@ -228,7 +228,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options:
     >>> q = torch.randn(1, 2, 300, 5, dtype=torch.float64)
     >>> print(explain(q, q, q, dropout=0.1))  # doctest: +ELLIPSIS
     native: no, ...
-    fused: no, it draws dropout by a generator of its own, and falls back to the N x M matrix for it
+    fused: no, SDPA has its own dropout RNG and runs unfused with dropout
     blockwise: chosen
     reference: could serve, but blockwise is faster
     """

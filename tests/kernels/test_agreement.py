@@ -22,7 +22,7 @@ BLOCKS = st.sampled_from([1, 3, 16, 64])  # the last is larger than any length d
 @given(cases(), STRIDES, BLOCKS, BLOCKS)
 def test_blockwise_in_float64_is_the_reference(case: Case, strides: str, height: int, width: int) -> None:
     case = case.to(torch.float64, strides)
-    out, lse = blockwise.run(case.call(), height, width)
+    out, lse = blockwise.differentiable_forward(case.call(), height, width)
     assert_accurate(case, case.with_gradients(out), "blockwise")
     torch.testing.assert_close(lse, reference.forward(case.call())[1], rtol=1e-11, atol=1e-11)
 
@@ -31,7 +31,7 @@ def test_blockwise_in_float64_is_the_reference(case: Case, strides: str, height:
 @given(cases(), BLOCKS, BLOCKS)
 def test_blockwise_gives_the_gradient_of_the_log_sum_exp(case: Case, height: int, width: int) -> None:
     case = case.to(torch.float64)
-    ours = case.with_gradients(*blockwise.run(case.call(), height, width))
+    ours = case.with_gradients(*blockwise.differentiable_forward(case.call(), height, width))
     assert_accurate(case, ours, "blockwise", lse=True)
 
 
@@ -41,7 +41,7 @@ def test_blockwise_is_as_good_as_plain_pytorch(
     case: Case, dtype: torch.dtype, strides: str, height: int, width: int
 ) -> None:
     case = case.to(dtype, strides)
-    out, lse = blockwise.run(case.call(), height, width)
+    out, lse = blockwise.differentiable_forward(case.call(), height, width)
     assert lse.dtype == torch.float32
     assert_accurate(case, case.with_gradients(out), "blockwise")
 

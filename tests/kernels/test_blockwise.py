@@ -58,7 +58,7 @@ def scores_computed(mask: Mask | None, n: int, m: int, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(blockwise._Chunk, "scores", spy)
     q, k = torch.zeros(1, 1, n, 4), torch.zeros(1, 1, m, 4)
-    blockwise.run(prepare(q, k, k, mask=mask), 16, 16)
+    blockwise.differentiable_forward(prepare(q, k, k, mask=mask), 16, 16)
     return sum(counted)
 
 
@@ -88,5 +88,5 @@ def test_padding_is_skipped_item_by_item(monkeypatch: pytest.MonkeyPatch) -> Non
         lambda self, strip, q: seen.append((self.batch.start, strip.width)) or scores(self, strip, q),
     )
     q = torch.randn(3, 1, 16, 4)
-    blockwise.run(prepare(q, q, q, mask=Padding(lengths=torch.tensor([16, 3, 0]))), 0, 4)
+    blockwise.differentiable_forward(prepare(q, q, q, mask=Padding(lengths=torch.tensor([16, 3, 0]))), 0, 4)
     assert seen == [(0, 16), (1, 4)]

@@ -38,7 +38,7 @@ class Slots:
         n, m = q.shape[2], k.shape[2]
         return (rotate(q, m - n, m) if self.positions is None else rotate(q, self.positions, None)), k
 
-    def limit(self, biases: tuple[Bias, ...]) -> tuple[Bias, ...]:
+    def clamp_biases(self, biases: tuple[Bias, ...]) -> tuple[Bias, ...]:
         """Biases of positions, as they hold for these slots."""
         return biases
 
@@ -62,7 +62,7 @@ class PastWindow(Slots):
         both[:, :, : self.keep_first, width:] = k[:, :, : self.keep_first]
         return torch.cat([rotated, clamped], dim=-1), both
 
-    def limit(self, biases: tuple[Bias, ...]) -> tuple[Bias, ...]:
+    def clamp_biases(self, biases: tuple[Bias, ...]) -> tuple[Bias, ...]:
         return tuple(Saturated(bias, self.keep_first, self.last) for bias in biases)
 
 

@@ -62,7 +62,7 @@ def worth(call: Call) -> bool:
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, E) and log-sum-exp (B, H, N)."""
-    return run(call)
+    return differentiable_forward(call)
 
 
 def backward(call: Call, out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[bool]) -> list[Tensor]:
@@ -72,7 +72,7 @@ def backward(call: Call, out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[b
 
 def output(call: Call) -> Tensor:
     """(B, H, N, E)"""
-    return run(call)[0]
+    return differentiable_forward(call)[0]
 
 
 def forward_measured(call: Call, measuring: MeasureRun, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
@@ -428,4 +428,4 @@ class _Loops:
     backward = staticmethod(_backward)
 
 
-run = operators.register(name, _Loops())
+differentiable_forward = operators.register(name, _Loops())

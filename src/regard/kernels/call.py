@@ -6,10 +6,11 @@ A kernel is a module (or object) with
     why_not(call) -> str | None           None where it can serve the call, else why not, in words
     forward(call) -> (out, lse)           out (B, H, N, E) in q's dtype; lse (B, H, N) in `accumulation_dtype`
     backward(call, out, lse, d_out, wanted)
-                                          the gradients of `call.learned()` that are wanted, where out and lse are those
-                                          of more keys than the call has: they were merged (`regard.parallel`)
-    output(call) -> out                   the same without lse, where that is cheaper
-    forward_measured(call, run) -> (out, lse)      the same while the weights are shown to measures; without gradient
+                                          the gradients of `call.learned()` that are wanted; out and lse may cover more
+                                          keys than the call (ring attention merges partial results)
+    output(call) -> out                   as `forward`, without lse, where that is cheaper
+    forward_measured(call, measuring) -> (out, lse)
+                                          as `forward`, while the weights are shown to measures; without gradient
     worth(call) -> bool                   whether "auto" should take it rather than ask the next one
 
 `forward` and `output` are differentiable in q, k, v, the biases' weights and the sinks. All kernels give the answer of
@@ -46,7 +47,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Call:
-    """One attention, checked and lowered: what a kernel needs and nothing else. Order of the steps:
+    """One attention, its arguments checked and converted: what a kernel needs and nothing else. Order of the steps:
 
     scores = q k^T * scale; softcap * tanh(scores / softcap); + biases; mask; softmax (sinks in denominator); dropout
 
@@ -95,13 +96,13 @@ class Call:
         return cast("_T", kept[compute])
 
     @property
-    def parts(self) -> tuple[Mask, ...]:
+    def mask_parts(self) -> tuple[Mask, ...]:
         """The parts of the mask that must all agree, without those that hide nothing."""
         return () if self.mask is None else self.derive(_parts)
 
     @property
     def keys_are_finite(self) -> bool:
-        """Whether no key and no value is NaN or inf (or so large that their sum is). Waits for the device."""
+        """Whether no key and no value is NaN or inf (False also if a sum overflows). Synchronises with the device."""
         return self.derive(_keys_are_finite)
 
     @property
@@ -111,7 +112,7 @@ class Call:
 
     def simplified(self) -> Call:
         """The same call without the parts of its mask that hide nothing."""
-        parts = self.parts
+        parts = self.mask_parts
         if len(parts) == len(self.derive(_conjuncts)):
             return self
         simple = replace(self, mask=functools.reduce(And, parts) if parts else None)
@@ -135,14 +136,14 @@ class Call:
         biases = tuple(bias.with_weight(weight) for bias, weight in zip(self.biases, others, strict=True))
         return replace(self, q=q, k=k, v=v, sinks=sinks, biases=biases)
 
-    def query_positions(self, rows: slice, batch: slice = slice(None)) -> Tensor:
+    def positions_of_queries(self, rows: slice, batch: slice = slice(None)) -> Tensor:
         """Where the queries of some slots stand: (1|B, n)."""
         if self.positions is not None:
             positions = self.positions if self.positions.shape[0] == 1 else self.positions[batch]
             return positions[:, rows]
         return torch.arange(self.q_start + rows.start, self.q_start + rows.stop, device=self.q.device)[None]
 
-    def keys_positions(self, cols: slice, batch: slice = slice(None)) -> Tensor:
+    def positions_of_keys(self, cols: slice, batch: slice = slice(None)) -> Tensor:
         """Where the keys of some slots stand: (1|B, m)."""
         if self.key_positions is not None:
             positions = self.key_positions if self.key_positions.shape[0] == 1 else self.key_positions[batch]
@@ -152,7 +153,7 @@ class Call:
     def tile(self, batch: slice, rows: slice, cols: slice) -> Tile:
         """A rectangle of the plane, as masks want it."""
         items = self.q.shape[0] if batch.stop is None else batch.stop - (batch.start or 0)
-        positions = self.query_positions(rows, batch), self.keys_positions(cols, batch)
+        positions = self.positions_of_queries(rows, batch), self.positions_of_keys(cols, batch)
         return Tile(self.q.shape[2], batch, rows, cols, *positions, items, self.q.shape[1])
 
     def whole(self) -> Tile:
@@ -161,7 +162,8 @@ class Call:
 
     def part(self, q: Tensor, k: Tensor, v: Tensor, heads: slice, rows: slice, cols: slice) -> Call:
         """The same attention for some heads, queries and keys alone, which are given (B, h, n, D), (B, g, m, D) and
-        (B, g, m, E): what hides, adds and places is cut to fit. Without dropout, whose numbers are the whole's."""
+        (B, g, m, E): mask, biases and positions are sliced to match. Without dropout, whose random numbers belong to
+        the whole call."""
         tile = self.tile(slice(None), rows, cols)
         contiguous = self.contiguous
         return replace(
@@ -209,7 +211,7 @@ def _queries_are_finite(call: Call) -> bool:
 
 
 def _sums_are_finite(*tensors: Tensor) -> bool:
-    """(torch adds up bfloat16 in float32 and rounds the sum alone, which has the same range. float16 has not.)"""
+    """bfloat16 has float32's range, so its sum does not overflow earlier; float16 is summed in float32."""
     wide = {torch.float16: torch.float32}
     return all(math.isfinite(x.detach().sum(dtype=wide.get(x.dtype)).item()) for x in tensors)
 

@@ -28,7 +28,7 @@ def why_not(call: Call) -> str | None:
     """In words, where torch would fall back, be wrong, or waste what a mask hides."""
     batch, heads, n, m = call.shape
     if call.dropout is not None:
-        return "it draws dropout by a generator of its own, and falls back to the N x M matrix for it"
+        return "SDPA has its own dropout RNG and runs unfused with dropout"
     if call.softcap is not None:
         return "it has no softcap"
     if call.sinks is not None:
@@ -141,7 +141,7 @@ def _split(call: Call) -> tuple[bool, tuple[Mask, ...]]:
     """Whether torch's `is_causal` says a part of the mask, and the parts that are left and hide something."""
     m = call.shape[3]
     causal, rest = False, []
-    for part in call.parts:
+    for part in call.mask_parts:
         if type(part) is Causal and call.contiguous and call.q_start >= m - 1:
             continue
         if type(part) is Causal and call.contiguous and call.q_start == 0:

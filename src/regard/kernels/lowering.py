@@ -47,10 +47,12 @@ class Added(NamedTuple):
 
 def pairs_to_evaluate(call: Call) -> int:
     """How many pairs of a mask or a bias would have to be evaluated in full (the larger of the two)."""
+    if not call.biases and call.contiguous and all(type(part) is Causal for part in call.mask_parts):
+        return 0  # the common case, quickly
     batch, heads, n, m = call.shape
     mask = 0
     if call.mask is not None:
-        parts = call.parts
+        parts = call.mask_parts
         planes = [part for part in parts if not _as_numbers(part, call)]
         planes += [part for part in parts if type(part) is Documents][1:]  # (one is two rows of integers)
         rows = [part for part in parts if isinstance(part, Padding) and part.keep is not None]  # maybe with holes
@@ -73,7 +75,7 @@ def lower_mask(call: Call) -> Visible:
     seen = Visible()
     batch, _, n, _ = call.shape
     rest: list[Mask] = []
-    for part in call.parts:
+    for part in call.mask_parts:
         if not _as_numbers(part, call):
             rest.append(part)
         elif type(part) is Causal:

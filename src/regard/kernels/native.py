@@ -85,7 +85,7 @@ def worth(call: Call) -> bool:
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, E) and log-sum-exp (B, H, N)."""
-    return run(call)
+    return differentiable_forward(call)
 
 
 def backward(call: Call, out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[bool]) -> list[Tensor]:
@@ -95,7 +95,7 @@ def backward(call: Call, out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[b
 
 def output(call: Call) -> Tensor:
     """(B, H, N, E)"""
-    return run(call)[0]
+    return differentiable_forward(call)[0]
 
 
 def forward_measured(call: Call, measuring: MeasureRun, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
@@ -337,4 +337,4 @@ def _new_gradient(x: Tensor) -> Tensor:
     return grad if grad.stride(3) == 1 or grad.shape[3] == 1 else torch.empty(x.shape, dtype=x.dtype)
 
 
-run = operators.register(name, _Loops())
+differentiable_forward = operators.register(name, _Loops())

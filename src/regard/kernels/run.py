@@ -1,11 +1,11 @@
-"""The only way into a kernel: choose one, fix the precision, and hand the call to whoever observes.
+"""The only way into a kernel: choose one, turn autocast off, and hand the call to observers.
 
     run(call)            the output (B, H, N, E), differentiable; observers are told
     run_measured(...)    output and log-sum-exp while the weights are shown to measures; without gradient
     weights(call)        the N x M weights, by the reference formula
 
-An observer is registered for a `with` block in the current thread (`observed_by`) and wraps each `run` in it, as
-`regard.watch` and `regard.ablate` do. Compiled code is never observed.
+An observer is registered for a `with` block in the current thread (`observed_by`) and wraps each `run` in it.
+`regard.watch` and `regard.ablate` do so around each `attend` that they intercept. Compiled code is never observed.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ __all__ = ["KERNELS", "Observer", "available", "choose", "explain", "observed_by
 
 # In the order in which "auto" asks: the fastest first, the one that serves everything last.
 KERNELS: tuple[Kernel, ...] = (native, fused, blockwise, reference)
-# The same for `run_measured`: torch's own kernel shows no weights.
-_MEASURING: tuple[Kernel, ...] = (native, blockwise, reference)
+# The same for `run_measured`. (`fused` would compute the weights a second time.)
+MEASURING: tuple[Kernel, ...] = (native, blockwise, reference)
 
 
 class Observer(Protocol):
     """Sees each attention that runs, and may replace its output."""
 
     def attention(self, call: Call, compute: Callable[[], Tensor]) -> Tensor:
-        """The output (B, H, N, E) of the call. `compute()` gives it as the next observer, at last the kernel, does."""
+        """The output (B, H, N, E) of the call. `compute()` calls the next observer; the last one's calls the kernel."""
         ...
 
 
@@ -52,7 +52,7 @@ _observers = _Observers()
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Hand every `run` of this thread within the block to an observer. Those registered before wrap it."""
+    """Hand every `run` of this thread within the block to an observer. Earlier observers are outermost."""
     before = _observers.stack
     _observers.stack = (*before, observer)
     try:
@@ -62,14 +62,14 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 
 def run(call: Call, kernel: str = "auto") -> Tensor:
-    """The output (B, H, N, E) of a call, by the kernel that is named or the first that can serve."""
+    """The output (B, H, N, E) of a call, by the kernel named; by "auto" the first that can serve and is worth it."""
     if not torch.compiler.is_compiling() and _observers.stack:
         return _run_observed(call, kernel)
     return _compute(call, kernel)
 
 
 def _run_observed(call: Call, kernel: str) -> Tensor:
-    """Each observer wraps the next; what they compute themselves is not observed."""
+    """Each observer wraps the next. Attention that an observer computes is not observed."""
     compute: Callable[[], Tensor] = functools.partial(_compute, call, kernel)
     stack = _observers.stack
     for observer in reversed(stack):
@@ -92,9 +92,7 @@ def run_measured(
 ) -> tuple[Tensor | None, Tensor]:
     """Output (None unless asked for) and log-sum-exp, while the weights are shown to some measures."""
     if kernel == "auto":
-        chosen = next(
-            candidate for candidate in _MEASURING if candidate.why_not(call) is None and candidate.worth(call)
-        )
+        chosen = next(candidate for candidate in MEASURING if candidate.why_not(call) is None and candidate.worth(call))
     else:
         chosen = choose(kernel, call)
     with torch.no_grad(), fixed_precision(call.q):

@@ -2,7 +2,7 @@
 
       query (B, N, W)    key (B, M, W)    value (B, M, W)
           │ q_proj           │ k_proj         │ v_proj
-      (B, H, N, D)       (B, G, M, D)     (B, G, M, E)          split into heads; H = G, or H = several G:
+      (B, H, N, D)       (B, G, M, D)     (B, G, M, E)          split into heads; H is a multiple of G:
           │ norm, rotary     │ norm, rotary   │
           └────────┬─────────┘                │                 MHA  q q q q    GQA  q q q q    MQA  q q q q
         weights (B, H, N, M), never built     │                      k k k k         k   k           k
@@ -219,7 +219,7 @@ class MultiHeadAttention(nn.Module):
         self._check_call(query, key, value, cache)
         with nullcontext() if cache is None else self._filling(cache, query, key, value):
             q, k, v = self._project(query, key, value, cache)
-            q, k, v, slots = self._place(q, k, v, positions, cache, own=key is query)
+            q, k, v, slots = self._place(q, k, v, positions, cache, self_attention=key is query)
             options = self._options(slots, mask, bias)
             out = attend(q, k, v, dropout=self.dropout if self.training else 0.0, kernel=self.kernel, **options)
             weights = attention_weights(q, k, **options) if need_weights else None
@@ -239,7 +239,7 @@ class MultiHeadAttention(nn.Module):
 
     @contextmanager
     def _filling(self, cache: KVCache | RollingCache, query: Tensor, key: Tensor, value: Tensor) -> Iterator[None]:
-        """Around one call with a cache, which remembers its layer. If the call fails, the cache is as before."""
+        """Context of one call with a cache: the cache notes which layer fills it, and is rolled back on an error."""
         with cache.attending():
             if not traced(query, key, value):
                 cache.set_source(self, key, value, own=key is query)
@@ -248,7 +248,7 @@ class MultiHeadAttention(nn.Module):
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, cache: KVCache | RollingCache | None
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """q (B, H, N, D), k (B, G, M, D), v (B, G, M, E); no k and v where the cache has them for good."""
+        """q (B, H, N, D), k (B, G, M, D), v (B, G, M, E); k and v are None if a complete cache has them."""
         if cache is not None and cache.complete:
             return self._split(project(self.q_proj, query), self.q_norm, self.head_dim), None, None
         if key is query and value is query:
@@ -262,7 +262,7 @@ class MultiHeadAttention(nn.Module):
         )
 
     def _split(self, x: Tensor, norm: nn.Module | None, width: int) -> Tensor:
-        """(B, N, heads * width) -> (B, heads, N, width). The heads are counted from x: it may hold a shard of them."""
+        """(B, N, heads * width) -> (B, heads, N, width). The number of heads is inferred: x may hold a shard."""
         x = x.unflatten(-1, (-1, width))
         if norm is not None:
             x = norm(x.to(next(norm.parameters()).dtype)).to(x.dtype)  # its weights may be wider than x
@@ -276,19 +276,19 @@ class MultiHeadAttention(nn.Module):
         positions: Tensor | None,
         cache: KVCache | RollingCache | None,
         *,
-        own: bool,
+        self_attention: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Slots]:
         """Queries and keys rotated to their positions; keys and values with the cached ones first.
 
-        In self attention (`own`) the given positions are the new keys' as well as the queries'.
+        In self attention `positions` apply to both the queries and the new keys.
         """
         if k is None or v is None:
             assert cache is not None
             k, v, slots = cache.recall(positions)
         elif cache is not None:
-            k, v, slots = cache.extend(k, v, self._rotate, positions if own else None)
-            slots = slots if own else replace(slots, positions=positions)
-        elif own and positions is not None:
+            k, v, slots = cache.extend(k, v, self._rotate, positions if self_attention else None)
+            slots = slots if self_attention else replace(slots, positions=positions)
+        elif self_attention and positions is not None:
             k, slots = self._rotate(k, positions, None), Slots(positions=positions, key_positions=positions)
         else:
             k, slots = self._rotate(k, 0, k.shape[2]), Slots(positions=positions)
@@ -303,12 +303,12 @@ class MultiHeadAttention(nn.Module):
 
     def _options(self, slots: Slots, mask: Mask | Tensor | None, bias: BiasLike | None) -> dict[str, Any]:
         """The arguments of `attend` and `attention_weights` beside q, k and v."""
-        of_positions = () if isinstance(self.position_encoding, Rotary) else as_biases(self.position_encoding)
+        position_biases = () if isinstance(self.position_encoding, Rotary) else as_biases(self.position_encoding)
         if slots.mask is not None:
             mask = slots.mask if mask is None else slots.mask & as_mask(mask)
         return {
             "mask": mask,
-            "bias": (*slots.limit(of_positions), *as_biases(bias)) or None,
+            "bias": (*slots.clamp_biases(position_biases), *as_biases(bias)) or None,
             "positions": slots.positions,
             "key_positions": slots.key_positions,
             "scale": self.head_dim**-0.5 if self.scale is None else self.scale,

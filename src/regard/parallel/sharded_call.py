@@ -56,7 +56,7 @@ class ShardedCall:
     own: bool = True  # whether the keys are the queries' own tokens
     seed: Tensor | None = None
 
-    def query_positions(self, device: torch.device) -> Positions:
+    def positions_of_queries(self, device: torch.device) -> Positions:
         """The positions of this rank's queries."""
         assert self.queries is not None and self.keys is not None and self.sharding.sequence is not None
         rank, n, m = self.sharding.sequence.ranks.rank, self.queries.total, self.keys.total
@@ -69,7 +69,7 @@ class ShardedCall:
         """The positions of this rank's keys."""
         assert self.keys is not None and self.sharding.sequence is not None
         if self.own and self.positions is not None:
-            return self.query_positions(device)
+            return self.positions_of_queries(device)
         return Positions(self.keys.numbers(self.sharding.sequence.ranks.rank, device), self.keys.total)
 
     def replicate(self, *inputs: Tensor) -> list[Tensor]:

@@ -60,10 +60,11 @@ class ShardedAttention(MultiHeadAttention):
             query, key, value = call.replicate(query, key, value)
             q, k, v = self._project(query, key, value, cache)
             if call.queries is None:
-                q, k, v, slots = self._place(q, k, v, positions, cache, own=key is query)
+                q, k, v, slots = self._place(q, k, v, positions, cache, self_attention=key is query)
             else:
                 assert k is not None and v is not None  # (no cache)
-                q, k = self._rotate(q, *call.query_positions(q.device)), self._rotate(k, *call.key_positions(k.device))
+                q = self._rotate(q, *call.positions_of_queries(q.device))
+                k = self._rotate(k, *call.key_positions(k.device))
                 slots = Slots()
             options = self._options(slots, mask, bias)
             out = attend_sharded(q, k, v, call=call, dropout=dropout, kernel=self.kernel, **options)

@@ -197,7 +197,7 @@ def trimmed(attention: ObservedCall) -> ObservedCall:
         return replace(attention, weights=attention.weights[..., :last], values=values)
     if call.mask is None or call.key_positions is not None or call.q_start != m - n:
         return attention
-    if not any(isinstance(part, (Keep, FlexMask)) for part in call.parts):
+    if not any(isinstance(part, (Keep, FlexMask)) for part in call.mask_parts):
         return attention  # a cache of fixed size comes with a tensor that says how far it is filled
     visible = call.mask.block(call.whole())  # (1|B, 1|H, 1|N, 1|M)
     last = _last(visible.expand(*visible.shape[:3], m))

@@ -1,4 +1,4 @@
-"""Attention functions of other rooms that a capture should see: `register(function, handler)`.
+"""Attention functions of other packages that a capture should see: `register(function, handler)`.
 
 Letters: B batch, H query heads, h those of this process, N queries, M keys, E head width of values.
 """

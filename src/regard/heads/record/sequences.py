@@ -158,7 +158,7 @@ def _padding_masks(attention: ObservedCall) -> Iterator[Tensor]:
         assert attention.weights is not None
         yield attention.weights != 0
         return
-    for part in call.parts:
+    for part in call.mask_parts:
         if isinstance(part, (Causal, Window, Prefix, Documents)):
             continue  # what they hide depends on where tokens stand
         if not isinstance(part, (Padding, Keep)) and math.prod((call.shape[0], *call.shape[2:])) > DENSE:
@@ -174,7 +174,7 @@ def _hidden_keys(attention: ObservedCall) -> Tensor | None:
     if attention.kind == "cross":
         found = [~visible.any(2).any(1) for visible in _padding_masks(attention)]
     else:  # (what another mask hides from the last tokens may be too far away)
-        parts = [] if call is None else [part for part in call.parts if isinstance(part, Padding)]
+        parts = [] if call is None else [part for part in call.mask_parts if isinstance(part, Padding)]
         found = [] if call is None else [~part.block(call.whole())[:, 0, 0] for part in parts]
     for own in found:
         hidden = own if hidden is None else hidden | own
@@ -356,7 +356,7 @@ def cut(call: Call, items: slice, heads: list[int], rows: slice) -> Call:
         v=call.v[items][:, index // shared],
         mask=mask,
         biases=tuple(bias.part(tile, index) for bias in call.biases),
-        positions=of_items(call.query_positions(rows)),
+        positions=of_items(call.positions_of_queries(rows)),
         key_positions=None if call.key_positions is None else of_items(call.key_positions),
         sinks=None if call.sinks is None else of_items(call.sinks)[:, index],
         dropout=None,

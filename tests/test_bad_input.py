@@ -229,7 +229,7 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "fused with dropout": (
         {"kernel": "fused", "dropout": 0.1},
         ValueError,
-        "kernel 'fused': expected a call that it can serve, received one it cannot: SDPA has its own dropout RNG.*kernel=\"auto\"",
+        "kernel 'fused': expected a call that it can serve, received one it cannot: SDPA has its own .*kernel=\"auto\"",
     ),
     "fused with sinks": ({"kernel": "fused", "sinks": torch.zeros(H)}, ValueError, "one it cannot: it has no sinks"),
     "fused with softcap": ({"kernel": "fused", "softcap": 3.0}, ValueError, "one it cannot: it has no softcap"),

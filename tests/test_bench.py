@@ -97,7 +97,7 @@ def test_four_processes_and_a_table():
     ]
     assert all("the same" in line for line in lines[1:6])
     assert "(!)" not in result.stdout
-    assert lines[7].startswith("One layer, forward and backward, on 4 processes (cpu, threads of each: 1)")
+    assert lines[7].startswith("One layer, forward and backward, on 4 processes (cpu, threads per process: 1)")
 
 
 def test_a_way_that_cannot_serve_is_shown_with_the_reason():

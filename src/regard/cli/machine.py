@@ -78,8 +78,8 @@ def _print_report(report: benches.Report) -> None:
     for line in refused:
         common.out.print(line, markup=False)
     common.out.print(
-        f"\nOne layer, forward and backward, on {report.ranks} processes ({report.device}, {report.threads} threads "
-        "each). The largest number of all ranks.",
+        f"\nOne layer, forward and backward, on {report.ranks} processes ({report.device}, threads per "
+        f"process: {report.threads}). The largest number of all ranks.",
         markup=False,
     )
 

@@ -141,7 +141,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: 
 
 @_takes(ScoreOptions)
 def attention_weights(q: Tensor, k: Tensor, *, stage: str = "weights", **options: Unpack[ScoreOptions]) -> Tensor:
-    """The weights themselves, (B, H, N, M): the only place that builds them. Before dropout; rows sum to 1 (below 1
+    """The weights themselves, (B, H, N, M): built in full. Before dropout; rows sum to 1 (below 1
     with sinks, 0 where a query may see nothing).
 
     `stage` gives an earlier step: "scaled", "capped" (after the softcap), "biased" (with bias, and -inf where masked).

@@ -1,7 +1,7 @@
 """Ways to compute the same thing. `reference` says what is right; the others are faster or smaller.
 
-`run.py` is the only way in. To add a kernel: one file with `name`, `why_not`, `worth`, `forward`, `output` (see
-`call.py`), and a line in `KERNELS` there.
+`run.py` is the only way in. To add a kernel: one file with the names that `call.py` lists, and a line in `KERNELS`
+there (and in `MEASURING`, if it shows its weights).
 """
 
 from regard.kernels import reference

@@ -115,7 +115,7 @@ def available() -> list[str]:
 
 
 def choose(kernel: str, call: Call) -> Kernel:
-    """The kernel for a call: the first that can serve for "auto"; the one named, or an error that says why not."""
+    """The kernel for a call: by "auto" the first that can serve and is worth it; else the one named, or an error."""
     if kernel == "auto":
         for candidate in KERNELS:
             if candidate.why_not(call) is None and candidate.worth(call):

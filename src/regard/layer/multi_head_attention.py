@@ -5,7 +5,7 @@
       (B, H, N, D)       (B, G, M, D)     (B, G, M, E)          split into heads; H is a multiple of G:
           │ norm, rotary     │ norm, rotary   │
           └────────┬─────────┘                │                 MHA  q q q q    GQA  q q q q    MQA  q q q q
-        weights (B, H, N, M), never built     │                      k k k k         k   k           k
+        weights (B, H, N, M), not stored      │                      k k k k         k   k           k
                    └───────────┬──────────────┘
                         (B, H, N, E)                            merge the heads
                                │ out_proj

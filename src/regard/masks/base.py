@@ -180,6 +180,7 @@ def _check_survey(mask: Mask, survey: object, grid: Grid) -> None:
 
 
 def of_batch(tensor: Tensor, batch: slice) -> Tensor:
+    """The items of a tensor whose batch axis is 1 (shared by all items) or B."""
     return tensor if tensor.shape[0] == 1 else tensor[batch]
 
 

@@ -96,6 +96,7 @@ def as_mask(mask: Mask | Tensor, sizes: tuple[int, int, int] | None = None) -> M
 
 
 def boolean_tensor(what: str, tensor: object, sizes: tuple[int, int, int] | None = None) -> Tensor:
+    """The tensor of a mask, or an error that says what to write instead."""
     if not isinstance(tensor, Tensor):
         raise bad_type(what, expected="a boolean tensor", received=type(tensor).__name__)
     if tensor.dtype is not torch.bool:

@@ -74,6 +74,7 @@ def short_names(panels: Sequence[Panel]) -> list[str]:
 
 
 def check_measured(layer: LayerRecord, name: str) -> None:
+    """Raise where a measure that the figure needs was not taken."""
     if not layer.has(name):
         remedy = f"watch(model, measures=[..., {name!r}])"
         raise bad_value("record", expected=f"{name} measured, as by default", received=repr(layer), remedy=remedy)
@@ -86,14 +87,17 @@ def per_head(layer: LayerRecord, name: str) -> Tensor:
 
 
 def few_digits(value: float) -> str:
+    """A number as few characters: .07, 1.25, 12."""
     return f"{value:.2f}".removeprefix("0") if value < 9.995 else f"{value:.0f}"
 
 
 def sign_of(role: str) -> str:
+    """The character that stands for a role."""
     return SIGNS[role][0] if role in SIGNS else role[:1].upper()
 
 
 def color_of(role: str) -> str:
+    """The colour of a role's sign."""
     return SIGNS[role][1] if role in SIGNS else QUIET
 
 

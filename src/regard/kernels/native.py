@@ -28,20 +28,8 @@ from regard.kernels.lowering import (
     pairs_to_evaluate,
 )
 from regard.kernels.native_library import CALL, DTYPES, GRADIENTS
-from regard.masks import Documents
-from regard.measures import (
-    Distance,
-    Entropy,
-    Heatmap,
-    Measure,
-    MeasureRun,
-    Offset,
-    Offsets,
-    OnFirst,
-    Peak,
-    Plane,
-    Received,
-)
+from regard.kernels.native_statistics import NO_STATISTICS, Statistics
+from regard.measures import MeasureRun
 
 __all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not"]
 
@@ -101,83 +89,19 @@ def output(call: Call) -> Tensor:
 def forward_measured(call: Call, measuring: MeasureRun, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
     """The same, with statistics from the same pass. Measures that it does not know are shown the weights afterwards."""
     out, lse = operators.new_output(call.q, call.v if output else call.v[..., :0])
-    plane = measuring.plane
-    known = [_is_known(measure, call, plane) for measure in measuring.measures]
-    # Sums over queries leave padding out: where there is some, they are of a second call, in which it sees nothing.
-    tokens = None if plane.padding is None else without_queries(call, plane.padding)
-    apart = [
-        native and tokens is not None and measure.sums_queries
-        for measure, native in zip(measuring.measures, known, strict=True)
-    ]
-    if tokens is not None and why_not(tokens) is not None:
-        known = [native and not later for native, later in zip(known, apart, strict=True)]
-        apart = [False] * len(apart)
-    target = torch.empty(lse.shape, dtype=torch.int64)
-    at_once = [native and not later for native, later in zip(known, apart, strict=True)]
-    places = _places(measuring, at_once) | {"target": target}
-    _attention(call, out if output else None, lse, places)
-    if tokens is not None and any(apart):
-        _attention(tokens, None, torch.empty_like(lse), _places(measuring, apart))
-    torch.ge(target, 0, out=measuring.seen)
-    for measure, state, native in zip(measuring.measures, measuring.states, known, strict=True):
-        if native and isinstance(measure, Peak):
-            numbers = measuring.plane.numbers
-            state[1].copy_(target if numbers is None else numbers[target.clamp(min=0)].where(measuring.seen, -1))
-    if not all(known):
-        blockwise.replay(call, lse, measuring.only([not native for native in known]))
+    statistics = Statistics.of(call, measuring)
+    _attention(call, out if output else None, lse, statistics)
+    statistics.finish()
+    if any(statistics.in_strips):
+        blockwise.replay(call, lse, measuring.only(statistics.in_strips))
     return (out if output else None), lse
 
 
-def without_queries(call: Call, hidden: Tensor) -> Call:
-    """The same call in which some queries, True in `hidden` (B, N), see nothing."""
-    nobody = torch.zeros(1, call.shape[3], dtype=torch.int32, device=hidden.device)
-    others = Documents(hidden.to(torch.int32), nobody)  # a document that has no key
-    return replace(call, mask=others if call.mask is None else call.mask & others)
-
-
-# The statistics in the order of `regard_args`, but for the heatmap; and whose they are.
-_STATISTICS = ("entropy", "peak", "target", "distance", "offset", "on_first", "received", "offsets")
-_KNOWN: dict[type[Measure], str] = {
-    Entropy: "entropy",
-    Peak: "peak",
-    Distance: "distance",
-    Offset: "offset",
-    OnFirst: "on_first",
-    Received: "received",
-    Offsets: "offsets",
-    Heatmap: "heatmap",
-}
-
-
-def _is_known(measure: Measure, call: Call, plane: Plane) -> bool:
-    if isinstance(measure, OnFirst) and plane.first is not None:  # (C looks at slot 0)
-        return False
-    if isinstance(measure, Heatmap) and (plane.padding is not None or plane.key_padding is not None):
-        return False  # texts of several lengths have cells of several sizes
-    if type(measure) in (Distance, Offset, Offsets) and not call.contiguous:
-        return False
-    return type(measure) in _KNOWN
-
-
-def _places(measuring: MeasureRun, known: list[bool]) -> dict[str, Any]:
-    """The measures' own tensors, for C to write into; and the sizes of those that have a choice."""
-    places: dict[str, Any] = {}
-    numbers = measuring.plane.numbers
-    for measure, state, native in zip(measuring.measures, measuring.states, known, strict=True):
-        if isinstance(measure, OnFirst) and numbers is not None and int(numbers[0]) != 0:
-            continue  # the text's first token is not among the keys: 0, as it is
-        if native:
-            places[_KNOWN[type(measure)]] = state[0] if isinstance(measure, Peak) else state
-        if native and isinstance(measure, Offsets):
-            places["reach"] = (measure.before, measure.after)
-    return places
-
-
-def _attention(call: Call, out: Tensor | None, lse: Tensor, places: dict[str, Any] | None = None) -> None:
+def _attention(call: Call, out: Tensor | None, lse: Tensor, statistics: Statistics | None = None) -> None:
     """Call C: fills `out`, `lse` and the statistics' places."""
     loaded = library.load()
     assert loaded is not None
-    packed = _packed(call, out, lse, places)
+    packed = _packed(call, out, lse, statistics)
     loaded.attention(packed.call)
 
 
@@ -189,7 +113,7 @@ class _Packed(NamedTuple):
     alive: tuple[Any, ...]
 
 
-def _packed(call: Call, out: Tensor | None, lse: Tensor, places: dict[str, Any] | None = None) -> _Packed:
+def _packed(call: Call, out: Tensor | None, lse: Tensor, statistics: Statistics | None = None) -> _Packed:
     q, k, v = _in_rows(call.q), _in_rows(call.k), _in_rows(call.v)
     batch, heads, n, width = q.shape
     _, groups, m, value_width = v.shape
@@ -198,7 +122,6 @@ def _packed(call: Call, out: Tensor | None, lse: Tensor, places: dict[str, Any] 
     sinks = None if call.sinks is None else call.sinks.detach().to(torch.float32)
     drop = call.dropout
     dense, documents = seen.dense, seen.documents
-    statistics = _NO_STATISTICS if places is None else _statistics(places)
     packed = CALL.pack(
         CALL.size,
         library.isa(),
@@ -234,24 +157,12 @@ def _packed(call: Call, out: Tensor | None, lse: Tensor, places: dict[str, Any] 
         *((0, 0, 0, 0, 0) if added is None else _bias(added)),
         *((0, 0, 0) if sinks is None else (sinks.data_ptr(), *broadcast_strides(sinks))),
         *((0, 0, 0, 0, 0, 0, 0, 0, 1.0) if drop is None else _dropout(drop)),
-        *statistics,
+        *(NO_STATISTICS if statistics is None else statistics.packed()),
     )
     return _Packed(packed, added, (q, k, v, seen, sinks, drop))
 
 
 _ALL = Visible()
-_NO_STATISTICS = (0,) * 13
-
-
-def _statistics(places: dict[str, Any]) -> tuple[int, ...]:
-    """Where each statistic goes, and the sizes of those that have a choice."""
-    heatmap = places.get("heatmap")
-    return (
-        *(_address(places.get(name)) for name in _STATISTICS),
-        *places.get("reach", (0, 0)),
-        _address(heatmap),
-        *((0, 0) if heatmap is None else heatmap.shape[2:]),
-    )
 
 
 def _in_rows(x: Tensor) -> Tensor:

@@ -38,6 +38,11 @@ CALL = struct.Struct(
     "2P3q2qif"  # drop_rows, drop_cols, their strides, threshold, kept
     "2PP2PPPP2q"  # entropy, peak, target, distance, offset, on_first, received, offsets with before and after
     "P2q"  # heatmap, rows, cols
+    "P2P2q"  # uncounted; q_positions, k_positions, their strides
+    "2P3q"  # columns, column_factors; their count, strides
+    "4P2q"  # lists, list_keys, list_begin, list_end; their count, stride
+    "2Pq"  # link_weights, link_keys, their count
+    "P4q"  # crop, its first row, rows, first column, columns
 )
 # struct regard_gradients
 GRADIENTS = struct.Struct(

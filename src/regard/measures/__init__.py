@@ -22,13 +22,14 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, E head width of 
 c, h, n, m the same within one strip.
 """
 
-from regard.measures.base import Measure, PerKey, PerQuery, Plane, Strip
+from regard.measures.base import KeyLists, Measure, PerKey, PerQuery, Plane, Reduction, Strip, Sums
 from regard.measures.contribution import Contribution, Divergence, rollout
 from regard.measures.distribution import (
     Distance,
     Entropy,
     Itself,
     Local,
+    MaxLogit,
     Next,
     Offset,
     Offsets,
@@ -52,8 +53,10 @@ __all__ = [
     "Heatmap",
     "Induction",
     "Itself",
+    "KeyLists",
     "Links",
     "Local",
+    "MaxLogit",
     "Measure",
     "MeasureLike",
     "MeasureRun",
@@ -68,7 +71,9 @@ __all__ = [
     "Plane",
     "Previous",
     "Received",
+    "Reduction",
     "Strip",
+    "Sums",
     "Tokens",
     "TopLinks",
     "as_measures",

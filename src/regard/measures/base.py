@@ -8,13 +8,29 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["NO_TOKEN", "Measure", "PerKey", "PerQuery", "Plane", "Strip", "add_to_keys", "ranks"]
+__all__ = [
+    "NO_TOKEN",
+    "KeyLists",
+    "Measure",
+    "PerKey",
+    "PerQuery",
+    "Plane",
+    "Reduction",
+    "Strip",
+    "Sums",
+    "add_to_keys",
+    "keys_near",
+    "ranks",
+]
+
+_T = TypeVar("_T")
 
 NO_TOKEN = torch.iinfo(torch.int64).min  # the id of what is no token: padding, or what stands before a text
 
@@ -39,6 +55,18 @@ class Plane:
     padding: Tensor | None = None  # (B, N) True for padding queries; None if there is no padding
     key_padding: Tensor | None = None  # (B, M) True for padding keys; None if there is no padding
     first: Tensor | None = None  # (1|B,) the number of each text's first token; None where it is 0 everywhere
+    _shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, key: Any, compute: Callable[[], _T]) -> _T:
+        """`compute()`, or what it gave for the same key before, here or on a plane that shares with this one."""
+        if key not in self._shared:
+            self._shared[key] = compute()
+        return self._shared[key]
+
+    def sharing(self, shared: dict[Any, Any]) -> Plane:
+        """The same plane, which keeps what it computes `once` in a dict that equal planes (of other layers) share."""
+        object.__setattr__(self, "_shared", shared)
+        return self
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros (B, H, *shape)."""
@@ -52,10 +80,91 @@ class Plane:
         n, m = (size if padding is None else int((~padding).sum(1).max()) for padding, size in sides)
         return n, m
 
-    @functools.cached_property
+    @property
     def ascending(self) -> bool:
         """Whether the keys' positions rise from slot to slot, so that a position is found by bisection."""
-        return bool((self.k_positions[:, 1:] > self.k_positions[:, :-1]).all())
+        return self.once("ascending", lambda: bool((self.k_positions[:, 1:] > self.k_positions[:, :-1]).all()))
+
+    @property
+    def is_first(self) -> Tensor:
+        """Which key is the text's first token: booleans (1|B, M)."""
+        numbers = torch.arange(self.keys, device=self.k_positions.device) if self.numbers is None else self.numbers
+        return (numbers == 0)[None] if self.first is None else numbers == self.first[:, None]
+
+
+@dataclass(frozen=True)
+class KeyLists:
+    """K lists of keys for each query: list k of query i is `keys[begin[.., i, k] : end[.., i, k]]`. Lists may overlap
+    in `keys`, so that the earlier tokens like the query's own, for all queries, take O(N + M) memory.
+
+    >>> keys, slots = torch.arange(3, dtype=torch.int32)[None], torch.arange(3)[None, :, None]
+    >>> KeyLists(keys, slots, slots + 1).count  # for each of three queries a list with its own key
+    1
+    """
+
+    keys: Tensor  # (1|B, L) int32, indices of keys
+    begin: Tensor  # (1|B, N, K) int64
+    end: Tensor  # (1|B, N, K) int64
+
+    @property
+    def count(self) -> int:
+        """K"""
+        return self.begin.shape[2]
+
+    @staticmethod
+    def joined(several: Sequence[KeyLists]) -> KeyLists:
+        """All lists of several, in their order."""
+        if len(several) == 1:
+            return several[0]
+        items = max(x.shape[0] for lists in several for x in (lists.keys, lists.begin))
+        begins, ends, first = [], [], 0
+        for lists in several:
+            begins.append((lists.begin + first).expand(items, -1, -1))
+            ends.append((lists.end + first).expand(items, -1, -1))
+            first += lists.keys.shape[1]
+        keys = torch.cat([lists.keys.expand(items, -1) for lists in several], 1)
+        return KeyLists(keys, torch.cat(begins, 2), torch.cat(ends, 2))
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What a measure needs, if sums are enough: a kernel computes them in its own loop, and hands out no strips."""
+
+    columns: Tensor | None = None  # (1|B, 1|H, K, M): sums over keys of P_ij times these
+    lists: KeyLists | None = None  # sums of P_ij over lists of keys
+    received: bool = False  # sums of P_ij over queries but padding
+
+
+@dataclass(frozen=True)
+class Sums:
+    """The sums that a `Reduction` asked for."""
+
+    columns: Tensor | None = None  # (B, H, N, K)
+    lists: Tensor | None = None  # (B, H, N, K)
+    received: Tensor | None = None  # (B, H, M)
+
+
+def keys_near(plane: Plane, first: int | Tensor, last: int | Tensor) -> KeyLists:
+    """For each query the keys at positions from `first` to `last` relative to its own, both included; for several pairs
+    of them (K,) as many lists.
+
+    >>> positions = torch.arange(4)[None]
+    >>> plane = Plane(1, 1, 4, 4, positions, positions, torch.float32)
+    >>> near = keys_near(plane, -1, 0)  # the previous token and itself
+    >>> [near.keys[0, a:b].tolist() for a, b in zip(near.begin[0, :, 0], near.end[0, :, 0])]
+    [[0], [0, 1], [1, 2], [2, 3]]
+    """
+    positions, queries = plane.k_positions, plane.q_positions
+    items = max(positions.shape[0], queries.shape[0])
+    positions, order = positions.sort(dim=1) if not plane.ascending else (positions, None)
+    if order is None:
+        order = torch.arange(plane.keys, device=positions.device)[None]
+    positions, queries = positions.expand(items, -1).contiguous(), queries.expand(items, -1)
+    low, high = (torch.as_tensor(x, device=queries.device).reshape(-1) for x in (first, last))
+    begin = torch.searchsorted(positions, (queries[..., None] + low).flatten(1))
+    end = torch.searchsorted(positions, (queries[..., None] + high).flatten(1), right=True)
+    shape = (items, plane.queries, low.numel())
+    return KeyLists(order.to(torch.int32), begin.view(shape), end.view(shape))
 
 
 @dataclass
@@ -111,10 +220,7 @@ class Strip:
     @functools.cached_property
     def is_first(self) -> Tensor:
         """Which of its keys is the text's first token: booleans (1|c, m)."""
-        first = self.plane.first
-        if first is None:
-            return (self.numbers == 0)[None]
-        return self.numbers == (first if first.shape[0] == 1 else first[self.batch])[:, None]
+        return self.of_keys(self.plane.is_first)
 
     @property
     def without_padding(self) -> Strip:
@@ -202,11 +308,21 @@ class Measure:
     needs_out_weight: ClassVar[bool] = False
     needs_logs: ClassVar[bool] = False
     needs_all_heads: ClassVar[bool] = False  # whether a strip must hold all of them
+    needs_scores: ClassVar[bool] = False  # whether weights alone, of attention written by hand, are not enough
+    shareable: ClassVar[bool] = False  # whether `prepare`, `reduction` and `counted` use no values and no out_weight
     untabled: ClassVar[tuple[str, ...]] = ()  # results that roles are told by, and that are no column of a table
 
     def prepare(self, plane: Plane) -> Any:
         """What all strips need, computed once."""
         return None
+
+    def reduction(self, plane: Plane, prepared: Any) -> Reduction | None:
+        """The sums that are enough for it, if kernels that have them shall call `take` in place of `add`; else None."""
+        return None
+
+    def take(self, state: Any, sums: Sums, plane: Plane, prepared: Any) -> None:
+        """Put the sums that `reduction` asked for into the result."""
+        raise NotImplementedError
 
     def begin(self, plane: Plane) -> Any:
         """Memory for the result."""
@@ -219,6 +335,10 @@ class Measure:
     def end(self, state: Any, seen: Tensor) -> dict[str, Any]:
         """The results by name. `seen` (B, H, N) says which queries see a key, as the measure was shown them."""
         return {next(iter(self.gives)): state}
+
+    def with_scores(self, results: dict[str, Any], lse: Tensor) -> dict[str, Any]:
+        """The results completed by the log-sum-exp (B, H, N) of the scores; called if `needs_scores`."""
+        return results
 
     def counted(self, plane: Plane, prepared: Any) -> Tensor | dict[str, Tensor] | None:
         """Which queries (1|B, N) count in a mean, for all results or by their names; None for all that see a key."""

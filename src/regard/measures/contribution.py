@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import bad_value, shape_of
-from regard.measures.base import Measure, Plane, Strip, add_to_keys
+from regard.measures.base import Measure, Plane, Reduction, Strip, Sums, add_to_keys
 
 __all__ = ["Contribution", "Divergence", "rollout"]
 
@@ -67,6 +67,14 @@ class Contribution(Measure):
         norms = strip.of_keys(prepared)[:, strip.heads]  # (c, h, m)
         state[0][strip.where] = strip.times(norms)
         add_to_keys(state[1], strip, strip.without_padding.weights.sum(2) * norms)
+
+    def reduction(self, plane: Plane, prepared: Tensor) -> Reduction:
+        return Reduction(columns=prepared[:, :, None], received=True)
+
+    def take(self, state: tuple[Tensor, Tensor], sums: Sums, plane: Plane, prepared: Tensor) -> None:
+        assert sums.columns is not None and sums.received is not None
+        state[0].copy_(sums.columns[..., 0])
+        torch.mul(sums.received, prepared, out=state[1])
 
     def end(self, state: tuple[Tensor, Tensor], seen: Tensor) -> dict[str, Tensor]:
         return {"contribution": state[0], "contributed": state[1]}

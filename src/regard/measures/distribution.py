@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from regard.checks import whole_number
-from regard.measures.base import Measure, PerKey, PerQuery, Plane, Strip
+from regard.measures.base import Measure, PerKey, PerQuery, Plane, Reduction, Strip, Sums, keys_near
 
 __all__ = [
     "Distance",
     "Entropy",
     "Itself",
     "Local",
+    "MaxLogit",
     "Next",
     "Offset",
     "Offsets",
@@ -55,6 +56,22 @@ class Peak(Measure):
 
     def end(self, state: tuple[Tensor, Tensor], seen: Tensor) -> dict[str, Tensor]:
         return {"peak": state[0], "target": state[1]}
+
+
+class MaxLogit(PerQuery):
+    """The largest score of each query, after scale, softcap and bias: the log-sum-exp plus the log of its largest
+    weight. Scores that grow in training announce that it diverges (Dehghani et al. 2023). 0 for a query that sees
+    nothing."""
+
+    gives = {"max_logit": "query"}
+    needs_scores = True
+
+    def of(self, strip: Strip, prepared: Any) -> Tensor:
+        return strip.weights.amax(-1)
+
+    def with_scores(self, results: dict[str, Any], lse: Tensor) -> dict[str, Any]:
+        peak = results["max_logit"]
+        return {"max_logit": (lse + peak.log()).masked_fill(peak == 0, 0.0)}
 
 
 class Offset(PerQuery):
@@ -94,6 +111,7 @@ class Offsets(Measure):
     query, ..., itself, ..., `after` after it. Previous, self and next fall out of it (Clark et al. 2019)."""
 
     gives = {"offsets": "mean"}
+    shareable = True
 
     def __init__(self, before: int = 8, after: int = 8) -> None:
         self.before, self.after = whole_number("before", before, at_least=0), whole_number("after", after, at_least=0)
@@ -105,12 +123,34 @@ class Offsets(Measure):
         offsets = torch.arange(-self.before, self.after + 1, device=strip.weights.device)
         state[strip.batch, strip.heads] += strip.at(strip.q_positions[..., None] + offsets).sum(2)
 
+    def reduction(self, plane: Plane, prepared: Any) -> Reduction:
+        offsets = torch.arange(-self.before, self.after + 1)
+        return Reduction(lists=keys_near(plane, offsets, offsets))
+
+    def take(self, state: Tensor, sums: Sums, plane: Plane, prepared: Any) -> None:
+        assert sums.lists is not None
+        padding = plane.padding
+        state += (sums.lists if padding is None else sums.lists.masked_fill(padding[:, None, :, None], 0.0)).sum(2)
+
     def end(self, state: Tensor, seen: Tensor) -> dict[str, Tensor]:
         return {"offsets": state / seen.sum(-1).clamp(min=1)[..., None]}
 
 
-class _AtOffset(PerQuery):
+class _OnKeys(PerQuery):
+    """A number per query that is the sum of one list of keys."""
+
+    shareable = True
+
+    def take(self, state: Tensor, sums: Sums, plane: Plane, prepared: Any) -> None:
+        assert sums.lists is not None
+        state.copy_(sums.lists[..., 0])
+
+
+class _AtOffset(_OnKeys):
     offset: ClassVar[int]
+
+    def reduction(self, plane: Plane, prepared: Any) -> Reduction:
+        return Reduction(lists=keys_near(plane, self.offset, self.offset))
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
         return strip.at(strip.q_positions[..., None] + self.offset)[..., 0]
@@ -137,13 +177,16 @@ class Next(_AtOffset):
     offset = 1
 
 
-class Local(PerQuery):
+class Local(_OnKeys):
     """The mass within `width` positions of the query, itself included: sum of P_ij over |i - j| <= width."""
 
     gives = {"local": "query"}
 
     def __init__(self, width: int = 3) -> None:
         self.width = whole_number("width", width, at_least=0)
+
+    def reduction(self, plane: Plane, prepared: Any) -> Reduction:
+        return Reduction(lists=keys_near(plane, -self.width, self.width))
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
         columns, ahead = strip.near(self.width, self.width)
@@ -165,6 +208,14 @@ class OnFirst(PerQuery):
     padding."""
 
     gives = {"on_first": "query"}
+    shareable = True
+
+    def reduction(self, plane: Plane, prepared: Any) -> Reduction:
+        return Reduction(columns=plane.is_first[:, None, None].to(plane.dtype))
+
+    def take(self, state: Tensor, sums: Sums, plane: Plane, prepared: Any) -> None:
+        assert sums.columns is not None
+        state.copy_(sums.columns[..., 0])
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
         if strip.plane.first is not None:

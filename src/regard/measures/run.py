@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from regard.errors import bad_type, bad_value
-from regard.measures.base import Measure, Plane, Strip
+from regard.measures.base import Measure, Plane, Reduction, Strip
 from regard.measures.contribution import Contribution, Divergence
 from regard.measures.distribution import (
     Distance,
     Entropy,
     Itself,
     Local,
+    MaxLogit,
     Next,
     Offset,
     Offsets,
@@ -32,12 +33,14 @@ from regard.measures.tokens import Duplicate, Induction
 __all__ = ["DEFAULT", "MeasureLike", "MeasureRun", "Measurements", "as_measures"]
 
 
+_T = TypeVar("_T")
 MeasureLike: TypeAlias = "str | Measure | type[Measure]"
 
 NAMED: dict[str, type[Measure]] = {
     "entropy": Entropy,
     "peak": Peak,
     "target": Peak,
+    "max_logit": MaxLogit,
     "distance": Distance,
     "offset": Offset,
     "offsets": Offsets,
@@ -133,9 +136,19 @@ class MeasureRun:
 
     def __init__(self, measures: list[Measure], plane: Plane) -> None:
         self.measures, self.plane = measures, plane
-        self.prepared = [measure.prepare(plane) for measure in measures]
+        self.prepared = [self._once(measure, "prepared", lambda m=measure: m.prepare(plane)) for measure in measures]
         self.states = [measure.begin(plane) for measure in measures]
         self.seen = plane.new(plane.queries, dtype=torch.bool)
+
+    def _once(self, measure: Measure, what: str, compute: Callable[[], _T]) -> _T:
+        return self.plane.once((measure, what), compute) if measure.shareable else compute()
+
+    def reductions(self) -> list[Reduction | None]:
+        """The sums that are enough for each measure; None for those that need strips."""
+        return [
+            self._once(measure, "reduction", lambda m=measure, p=prepared: m.reduction(self.plane, p))
+            for measure, prepared in zip(self.measures, self.prepared, strict=True)
+        ]
 
     @property
     def wants_logs(self) -> bool:
@@ -160,17 +173,17 @@ class MeasureRun:
         for measure, state, prepared in zip(self.measures, self.states, self.prepared, strict=True):
             measure.add(state, strip.without_padding if measure.sums_queries else strip, prepared)
 
-    def result(self) -> Measurements:
-        """Everything that was found."""
+    def result(self, lse: Tensor | None = None) -> Measurements:
+        """Everything that was found. `lse` (B, H, N): the log-sum-exp, where scores are known."""
         values: dict[str, Any] = {}
         counts: dict[str, Tensor] = {}
         padding = self.plane.padding
         tokens = self.seen if padding is None else self.seen & ~padding[:, None]
         for measure, state, prepared in zip(self.measures, self.states, self.prepared, strict=True):
             results = measure.end(state, tokens if measure.sums_queries else self.seen)
-            values |= results
-            counted = measure.counted(self.plane, prepared)
+            values |= measure.with_scores(results, lse) if lse is not None and measure.needs_scores else results
+            counted = self._once(measure, "counted", lambda m=measure, p=prepared: m.counted(self.plane, p))
             if counted is not None:
                 by_name = counted if isinstance(counted, dict) else dict.fromkeys(results, counted)
                 counts |= {name: self.seen & which[:, None] for name, which in by_name.items()}
-        return Measurements(values, self.seen, counts)
+        return Measurements(values, self.seen, counts, lse=lse)

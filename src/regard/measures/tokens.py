@@ -7,13 +7,13 @@ c, h, n, m the same within one strip.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from regard.errors import bad_type, bad_value, shape_of
-from regard.measures.base import NO_TOKEN, Measure, Plane, Strip
+from regard.measures.base import NO_TOKEN, KeyLists, Measure, Plane, Reduction, Strip, Sums
 
 __all__ = ["Duplicate", "Induction", "Tokens"]
 
@@ -30,6 +30,7 @@ class Tokens(Measure):
     """
 
     gives = {"tokens": "query", "tokens_first": "query"}
+    shareable = True
 
     def __init__(self, kinds: Mapping[str, Sequence[int] | Tensor | str]) -> None:
         if not isinstance(kinds, Mapping) or not kinds:
@@ -100,6 +101,26 @@ class Tokens(Measure):
                 on_first[..., number] = strip.where_true(same & first[:, None])
         state[0][strip.where], state[1][strip.where] = masses, on_first
 
+    def reduction(self, plane: Plane, prepared: Tensor) -> Reduction:
+        """Columns of the classes, then of their part on the first token; two such lists for the query's own token."""
+        columns = torch.cat([prepared, prepared & plane.is_first[:, None]], 1)[:, None].to(plane.dtype)
+        if all(which is not None for which in self.kinds.values()):
+            return Reduction(columns=columns)
+        ids, key_ids = _ids(plane, self), _key_ids(plane, self)
+        every = torch.full_like(plane.q_positions, plane.keys)
+        only_first = torch.where(plane.is_first, key_ids, NO_TOKEN)
+        lists = [_same_tokens(ids, keys, every) for keys in (key_ids, only_first)]
+        return Reduction(columns=columns, lists=KeyLists.joined(lists))
+
+    def take(self, state: tuple[Tensor, Tensor], sums: Sums, plane: Plane, prepared: Any) -> None:
+        assert sums.columns is not None
+        state[0].copy_(sums.columns[..., : len(self.kinds)])
+        state[1].copy_(sums.columns[..., len(self.kinds) :])
+        for number, which in enumerate(self.kinds.values()):
+            if which is None:
+                assert sums.lists is not None
+                state[0][..., number], state[1][..., number] = sums.lists[..., 0], sums.lists[..., 1]
+
     def end(self, state: tuple[Tensor, Tensor], seen: Tensor) -> dict[str, Tensor]:
         return {"tokens": state[0], "tokens_first": state[1]}
 
@@ -112,6 +133,7 @@ class _Copies(Measure):
     right before the query, at it or right after it. Queries that have nothing else to look at do not count in it."""
 
     needs_ids: ClassVar[bool] = True
+    shareable = True
     after: ClassVar[int]
 
     def __init__(self, ids: Tensor | None = None) -> None:
@@ -142,6 +164,27 @@ class _Copies(Measure):
         state[0][strip.where] = strip.where_true(pairs)
         ahead = strip.k_positions[:, None, :] - strip.q_positions[:, :, None]
         state[1][strip.where] = strip.where_true(pairs & (ahead.abs() > 1) & ~strip.is_first[:, None])
+
+    def reduction(self, plane: Plane, prepared: tuple[Tensor, Tensor, Tensor]) -> Reduction | None:
+        """Two lists: the keys that count, and those of them that lie apart. Where positions rise one by one, what is
+        left out of the second stands at the ends of the first."""
+        ids, copies, positions = prepared
+        keys, queries = plane.k_positions, plane.q_positions
+        if not bool((keys[:, 1:] - keys[:, :-1] == 1).all()) and (self.after == 0 or plane.text_ids is None):
+            return None
+        items = max(x.shape[0] for x in (ids, copies, keys, queries, plane.is_first))
+        positions, keys, queries = (x.expand(items, -1).contiguous() for x in (positions, keys, queries))
+        earlier, far = torch.searchsorted(positions, queries), torch.searchsorted(keys, queries - 1)
+        first = plane.is_first.to(torch.uint8).argmax(1)[:, None]
+        after_first = torch.where(plane.is_first.any(1, keepdim=True), first + 1, 0)
+        every = _same_tokens(ids, copies, earlier)
+        apart = _same_tokens(ids, copies, torch.minimum(earlier, far), after_first)
+        return Reduction(lists=KeyLists.joined([every, apart]))
+
+    def take(self, state: tuple[Tensor, Tensor], sums: Sums, plane: Plane, prepared: Any) -> None:
+        assert sums.lists is not None
+        state[0].copy_(sums.lists[..., 0])
+        state[1].copy_(sums.lists[..., 1])
 
     def end(self, state: tuple[Tensor, Tensor], seen: Tensor) -> dict[str, Tensor]:
         return dict(zip(self.gives, state, strict=True))
@@ -186,6 +229,25 @@ class Duplicate(_Copies):
     gives = {"duplicate": "query", "duplicate_apart": "query"}
     untabled = ("duplicate_apart",)
     after = 0
+
+
+def _same_tokens(ids: Tensor, key_ids: Tensor, before: Tensor, from_slot: Tensor | None = None) -> KeyLists:
+    """For each query (1|B, N) the keys (1|B, M) with its id, in the slots from `from_slot` (1|B, 1) on and before
+    `before` (1|B, N). All lists are parts of one row: the keys in the order of their ids."""
+    items = max(x.shape[0] for x in (ids, key_ids, before))
+    ids, key_ids, before = (x.expand(items, -1).contiguous() for x in (ids, key_ids, before))
+    sorted_ids, order = key_ids.sort(dim=1, stable=True)
+    m = key_ids.shape[1]
+    new = torch.nn.functional.pad((sorted_ids[:, 1:] != sorted_ids[:, :-1]).to(torch.int64), (1, 0))
+    kinds = new.cumsum(1)[:, :m]  # (items, M), rising: a number for each id
+    places = kinds * (m + 1) + order  # rising: by id, then by slot
+    at = torch.searchsorted(sorted_ids, ids).clamp_(max=max(m - 1, 0))
+    kind = kinds.gather(1, at) * (m + 1)
+    found = sorted_ids.gather(1, at) == ids
+    begin = torch.searchsorted(places, kind if from_slot is None else kind + from_slot)
+    end = torch.searchsorted(places, kind + before)
+    end = torch.where(found, torch.maximum(end, begin), begin)
+    return KeyLists(order.to(torch.int32), begin[..., None], end[..., None])
 
 
 def _ids(plane: Plane, measure: Measure) -> Tensor:

@@ -72,6 +72,28 @@ struct regard_args {
     int64_t offsets_before, offsets_after;
     float *heatmap;  // (B, H, rows, cols): query i is in cell i * rows / N
     int64_t heatmap_rows, heatmap_cols;
+
+    const uint8_t *uncounted;  // (B, N), nonzero: left out of received, offsets and heatmap; or null
+    // Positions by which distance and offset are taken; null: contiguous, from q_start and 0.
+    const int64_t *q_positions, *k_positions;  // (1|B, N), (1|B, M)
+    int64_t q_positions_stride, k_positions_stride;
+
+    float *columns;               // (B, H, N, column_count): sums of weights times a factor per key
+    const float *column_factors;  // (1|B, 1|H, column_count, M), the last two axes contiguous
+    int64_t column_count, column_stride[2];
+
+    float *lists;  // (B, H, N, list_count): sums of weights over lists of keys, some for each query
+    // List k of query i is list_keys[list_begin[i][k]] ... list_keys[list_end[i][k] - 1]: lists may share keys.
+    const int32_t *list_keys;              // indices of keys
+    const int64_t *list_begin, *list_end;  // (1|B, N, list_count), contiguous; for each item into all of list_keys
+    int64_t list_count, list_stride;
+
+    float *link_weights;  // (B, H, N, link_count): the largest weights, descending; 0 if there are fewer keys
+    int64_t *link_keys;   // the same shape: their keys; -1 if there are fewer
+    int64_t link_count;
+
+    float *crop;  // (B, H, crop_rows, crop_cols): the weights of some queries and keys
+    int64_t crop_row, crop_rows, crop_col, crop_cols;
 };
 
 // Inputs and outputs of the backward pass, beside the call itself with `out` and `lse` of the forward pass. Gradients

@@ -57,8 +57,10 @@ struct Desk {
     Pair *rounded;  // weights as pairs of keys
     Rows rows;
     std::vector<Seen> seen;
-    std::vector<float> near;  // sums of weights by offset, largest offset first
-    float exponent = LOG2_E;  // factor of scores in the exponent of 2
+    std::vector<float> near;       // sums of weights by offset, largest offset first
+    std::vector<float> factors;    // (spans, LANES): from kept weights to those of the softmax
+    std::vector<int32_t> span_of;  // the index of each key's span
+    float exponent = LOG2_E;       // factor of scores in the exponent of 2
     alignas(64) int32_t drop_row[LANES];
     alignas(64) float factor[LANES];  // 1 / total; subnormal if a sink outweighs all keys by far
     alignas(64) float log[LANES];     // ln of total
@@ -68,6 +70,8 @@ struct Desk {
         scratch.keep(bytes);
         if (seen.capacity() * sizeof(Seen) > bytes) std::vector<Seen>().swap(seen);
         if (near.capacity() * sizeof(float) > bytes) std::vector<float>().swap(near);
+        if (factors.capacity() * sizeof(float) > bytes) std::vector<float>().swap(factors);
+        if (span_of.capacity() * sizeof(int32_t) > bytes) std::vector<int32_t>().swap(span_of);
     }
 
     void lay(const regard_args &a, bool looking, size_t more) {

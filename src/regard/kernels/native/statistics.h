@@ -1,8 +1,8 @@
 // Statistics of the weights in the strip that the forward pass keeps: each weight is read once more, and not stored.
 // Per row: sums in lanes. Per key: sums across lanes, W keys at a time. Per cell of the heatmap: sums over its keys in
-// lanes, transposed to rows at the end of the block.
+// lanes, transposed to rows at the end of the block. `selected.h` has the statistics of single weights.
 #pragma once
-#include "forward.h"
+#include "selected.h"
 
 namespace REGARD_NAMESPACE {
 
@@ -14,7 +14,7 @@ struct Part {
 
 inline bool looks(const regard_args &a) {
     return a.entropy || a.peak || a.target || a.distance || a.offset || a.on_first || a.received || a.offsets ||
-           a.heatmap;
+           a.heatmap || selects(a);
 }
 
 inline int64_t part_size(const regard_args &a) {
@@ -29,7 +29,8 @@ struct Moments {
     // Sums of weight * (j - i) and of weight * |j - i|. In double, because positions are thousands and weights small.
     // `mass` is the sum of the same weights, so that common rounding errors cancel in the quotient.
     alignas(64) double ahead[LANES], apart[LANES], mass[LANES];
-    alignas(64) float position[LANES];  // of the query, relative to the first of the block
+    // Of the queries, and of the keys of a span, relative to the first query of the block.
+    alignas(64) float position[LANES], key[KEYS];
 };
 
 // The cells of the heatmap for the keys of a span: `at` is the row of lanes of the first cell, `next` the key (counted
@@ -45,12 +46,15 @@ struct Cells {
     }
 };
 
+// How the keys of a span lie to the queries of its block.
+enum class Side { BEFORE, AFTER, ACROSS, ANYWHERE };  // ANYWHERE: positions are not contiguous
+
 // The weights of one span, NV vectors of lanes: sums across the lanes for each key, sums down the lanes for each cell,
-// and the moments. `start` is the position of the first key relative to the first query of the block.
-template <int NV>
-void look_strip(const float *p, int64_t keys, const float *factor, int lane, F *across, bool first, Cells cells,
-                float start, bool crossing, float sign, Moments &moments) {
-    F f[NV], sum[NV] = {}, slope[NV] = {}, apart[NV] = {};
+// and the moments. With `Some` these sums leave out the queries whose `counted` is 0.
+template <int NV, bool Some>
+void look_strip(const float *p, int64_t keys, const float *factor, const float *counted, int lane, F *across,
+                bool first, Cells cells, Side side, Moments &moments) {
+    F f[NV], sum[NV] = {}, slope[NV] = {}, ahead[NV] = {}, apart[NV] = {};
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) f[v] = load(factor + lane + v * W);
     for (int64_t j = 0; j < keys;) {
@@ -62,38 +66,72 @@ void look_strip(const float *p, int64_t keys, const float *factor, int lane, F *
 #pragma GCC unroll 4
             for (int v = 0; v < NV; v++) {
                 const F x = load(p + j * LANES + lane + v * W) * f[v];
-                cell[v] += x;
                 slope[v] += x * step;
-                together += x;
+                if constexpr (Some) {
+                    const F y = x * load(counted + lane + v * W);
+                    sum[v] += x;
+                    cell[v] += y;
+                    together += y;
+                } else {
+                    cell[v] += x;
+                    together += x;
+                }
             }
             across[j] = first ? together : across[j] + together;
         }
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) {
-            sum[v] += cell[v];
+            if (!Some) sum[v] += cell[v];
             if (cells.at) store(cells.at + lane + v * W, load(cells.at + lane + v * W) + cell[v]);
         }
         if (cells.at) cells.step();
     }
-    if (crossing) {  // some keys are before and some after a query
+    if (side == Side::ACROSS || side == Side::ANYWHERE) {
         for (int64_t j = 0; j < keys; j++) {
 #pragma GCC unroll 4
             for (int v = 0; v < NV; v++) {
-                const F gap = (start + (float)j) - load(moments.position + lane + v * W);
-                apart[v] += load(p + j * LANES + lane + v * W) * choose(gap < 0.0f, -gap, gap);
+                const F gap = moments.key[j] - load(moments.position + lane + v * W);
+                const F x = load(p + j * LANES + lane + v * W);
+                ahead[v] += x * gap;
+                apart[v] += x * choose(gap < 0.0f, -gap, gap);
             }
         }
     }
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) {
         const int i = lane + v * W;
-        const F ahead = slope[v] + sum[v] * (start - load(moments.position + i));
-        const F distance = crossing ? apart[v] * f[v] : ahead * sign;
+        // Contiguous keys: the mean of their numbers within the span is enough.
+        const F along = side == Side::ANYWHERE ? ahead[v] * f[v]
+                                               : slope[v] + sum[v] * (moments.key[0] - load(moments.position + i));
+        const F distance = side == Side::BEFORE ? -along : side == Side::AFTER ? along : apart[v] * f[v];
         for (int x = 0; x < W; x++) {
-            moments.ahead[i + x] += ahead[x];
+            moments.ahead[i + x] += along[x];
             moments.apart[i + x] += distance[x];
             moments.mass[i + x] += sum[v][x];
         }
+    }
+}
+
+// Positions of the keys of a span, and how they lie to the queries of the block.
+inline Side place_keys(const regard_args &a, const Block &block, const Span &span, Moments &moments) {
+    const int64_t *positions = a.k_positions;
+    if (!positions) {
+        const int64_t origin = a.q_start + block.row;
+        for (int64_t j = span.first; j < span.last; j++) moments.key[j - span.first] = (float)(j - origin);
+        if (span.last - 1 <= origin) return Side::BEFORE;
+        return span.first >= origin + block.rows - 1 ? Side::AFTER : Side::ACROSS;
+    }
+    const int64_t origin = a.q_positions[block.item * a.q_positions_stride + block.row];
+    positions += block.item * a.k_positions_stride;
+    for (int64_t j = span.first; j < span.last; j++) moments.key[j - span.first] = (float)(positions[j] - origin);
+    return Side::ANYWHERE;
+}
+
+inline void place_queries(const regard_args &a, const Block &block, Moments &moments) {
+    const int64_t *positions = a.q_positions ? a.q_positions + block.item * a.q_positions_stride + block.row : nullptr;
+    for (int i = 0; i < LANES; i++) {
+        moments.ahead[i] = moments.apart[i] = moments.mass[i] = 0.0;
+        moments.position[i] = !positions ? (float)i : i < block.rows ? (float)(positions[i] - positions[0]) : 0.0f;
     }
 }
 
@@ -101,10 +139,15 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
     const Rows &rows = desk.rows;
     const int64_t first_position = a.q_start + block.row;
     Moments moments;
+    place_queries(a, block, moments);
+    alignas(64) float counted[LANES];
+    bool some = false;  // whether queries are left out of sums over queries
     for (int i = 0; i < LANES; i++) {
-        moments.ahead[i] = moments.apart[i] = moments.mass[i] = 0.0;
-        moments.position[i] = (float)i;
+        const bool left_out = a.uncounted && i < block.rows && a.uncounted[block.item * a.queries + block.row + i];
+        counted[i] = left_out ? 0.0f : 1.0f;
+        some |= left_out;
     }
+    desk.factors.resize(selects(a) ? desk.seen.size() * LANES : 0);
     // Moments are quotients, so if a sink leaves almost no weight for the keys, a larger factor avoids subnormals.
     alignas(64) float shown[LANES];
     {
@@ -124,6 +167,7 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
             store(factor + lane, exp2(choose(fall > 0.0f, F{}, fall)) * load(shown + lane));
         }
         for (int i = block.rows; i < LANES; i++) factor[i] = 0.0f;
+        if (selects(a)) std::memcpy(desk.factors.data() + (&seen - desk.seen.data()) * LANES, factor, sizeof factor);
         const float *p = seen.weights;
         if (span.first == 0)
             for (int i = span.lane; i < span.lanes_end; i++) on_first[i] = p[i] * factor[i];
@@ -141,12 +185,11 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
         }
         F across[KEYS + W];
         for (int64_t j = keys; j < keys + W; j++) across[j] = F{};
-        // All keys before all queries of the block, all after them, or neither.
-        const bool before = span.last - 1 <= first_position, after = span.first >= first_position + block.rows - 1;
+        const Side side = place_keys(a, block, span, moments);
         bool first = true;
         over_lanes(span.lane, span.lanes_end, [&](int lane, auto nv) {
-            look_strip<nv.value>(p, keys, factor, lane, across, first, cells_here, (float)(span.first - first_position),
-                                 !before && !after, before ? -1.0f : 1.0f, moments);
+            const auto strip = some ? look_strip<nv.value, true> : look_strip<nv.value, false>;
+            strip(p, keys, factor, counted, lane, across, first, cells_here, side, moments);
             first = false;
         });
         if (part.received) {
@@ -174,7 +217,7 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
                     std::min<int64_t>(j - first_position + a.offsets_before + 1, std::min(span.lanes_end, block.rows));
                 const float *weights = p + (j - span.first) * LANES;
                 float *near = desk.near.data() - origin;
-                for (int64_t i = from; i < to; i++) near[i] += weights[i] * factor[i];
+                for (int64_t i = from; i < to; i++) near[i] += weights[i] * factor[i] * counted[i];
             }
         }
     }
@@ -196,6 +239,7 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
             }
         }
     }
+    if (selects(a)) select(a, block, desk);
     const int64_t at = (block.item * a.heads + block.head) * a.queries + block.row;
     const AllowSubnormals allow;
     for (int i = 0; i < block.rows; i++) {

@@ -19,7 +19,7 @@ class Scaled:
     def __init__(self, factor: float, seen: list[float]) -> None:
         self.factor, self.seen = factor, seen
 
-    def attention(self, call: Call, compute: Callable[[], Tensor]) -> Tensor:
+    def attention(self, call: Call, compute: Callable[[], Tensor], kernel: str) -> Tensor:
         out = compute()
         regard.attend(call.q, call.k, call.v)  # what an observer computes is not observed
         self.seen.append(self.factor)

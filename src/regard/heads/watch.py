@@ -38,10 +38,13 @@ class watch(AttentionCapture):
         keep: "qk" keeps queries and keys, so that `seen[layer].weights(...)` computes any part of the weights later,
             exactly; "qkv" also keeps values and the heads' outputs, `seen[layer].output`, which `ablate` can patch in,
             and for `seen[layer].projected()`, what each head adds to the layer's output. O(N) memory.
+        exact: call the attention functions of the model and measure beside them: outputs are those of the model
+            unwatched bit for bit. By default, where nobody wants gradients, dropout or the weights, the attention is
+            computed by regard's kernels in one pass with what is measured, which takes no longer than not to look.
 
     Returns a `Record`. Outputs and gradients are those of the model unwatched, to rounding, and random numbers are the
-    same. `nn.MultiheadAttention` takes its fast path if it would unwatched: queries that may see nothing are NaN there,
-    and 0 before the output projection elsewhere. Only the fast path of `nn.TransformerEncoder` is off, for nothing can
+    same. What queries get that may see nothing is for the model's own function to say (0, NaN, a mean of values): it is
+    called where there are any. Only the fast path of `nn.TransformerEncoder` is off, for nothing can
     be seen in it: outputs differ at padding, and for queries that may see nothing. Everything is restored when the
     block ends, also after an error. A watch that saw nothing raises, and says why. A layer whose attention could not be
     read is named in `seen.unseen`, with the reason.
@@ -62,8 +65,10 @@ class watch(AttentionCapture):
         measures: MeasureLike | Iterable[MeasureLike] | None = None,
         layers: str | Iterable[str] | Callable[[str], bool] | None = None,
         keep: Literal["qk", "qkv"] | None = None,
+        exact: bool = False,
     ) -> None:
         super().__init__(model)
+        self.computes = not exact
         if keep not in (None, "qk", "qkv"):
             raise bad_value("keep", expected='None, "qk" or "qkv"', received=repr(keep))
         self.measures = as_measures([*DEFAULT, "induction", "duplicate"] if measures is None else measures)
@@ -102,14 +107,14 @@ class watch(AttentionCapture):
         if error is None and not self.record.by_name:
             raise self._saw_nothing()
 
-    def see(self, attention: ObservedCall) -> None:
+    def see(self, attention: ObservedCall) -> Tensor | None:
         """Measure one attention call, as the next chunk of a sequence or as a new sequence."""
-        attention = trimmed(attention)
+        given, attention = attention, trimmed(attention)
         attention.padding = padding(attention)
         name, goes_on, again, total = self.tracker.place(attention)
         if not (self.is_wanted(attention.layer) or self.is_wanted(name)):
             self.unwanted.add(name)
-            return
+            return None
         layer = self.record.by_name.get(name)
         self._save(name, layer)
         if layer is None:
@@ -134,6 +139,8 @@ class watch(AttentionCapture):
             layer.uniform = LayerRecord(name, attention.kind, self.baselines)
         self._baseline(layer.uniform, attention, text, numbers, goes_on, again)
         _add(layer, text, piece, goes_on, again)
+        given.output = attention.output
+        return measurements.seen
 
     def not_seen(self, name: str, reason: str) -> None:
         if self.is_wanted(name):

@@ -36,8 +36,9 @@ MEASURING: tuple[Kernel, ...] = (native, blockwise, reference)
 class Observer(Protocol):
     """Sees each attention that runs, and may replace its output."""
 
-    def attention(self, call: Call, compute: Callable[[], Tensor]) -> Tensor:
-        """The output (B, H, N, E) of the call. `compute()` calls the next observer; the last one's calls the kernel."""
+    def attention(self, call: Call, compute: Callable[[], Tensor], kernel: str) -> Tensor:
+        """The output (B, H, N, E) of the call. `compute()` calls the next observer; the last one's calls the kernel.
+        `kernel`: the one that the caller named, or "auto"."""
         ...
 
 
@@ -73,7 +74,7 @@ def _run_observed(call: Call, kernel: str) -> Tensor:
     compute: Callable[[], Tensor] = functools.partial(_compute, call, kernel)
     stack = _observers.stack
     for observer in reversed(stack):
-        compute = functools.partial(observer.attention, call, compute)
+        compute = functools.partial(observer.attention, call, compute, kernel)
     _observers.stack = ()
     try:
         return compute()

@@ -39,6 +39,7 @@ from regard.heads.capture.output_projection import ProjectionTracker
 from regard.heads.capture.streams import Streams
 from regard.heads.capture.torch_functions import handler_of
 from regard.heads.capture.transformers_functions import capture_function
+from regard.tracing import is_eager, traced
 
 __all__ = ["AttentionCapture"]
 
@@ -49,6 +50,7 @@ class AttentionCapture:
     changes = False  # whether `change` may replace outputs
     needs_output = False  # whether `see` needs `attention.output`, even if it has to be computed for it
     needs_projection = False  # whether inputs of output projections are to be observed
+    computes = False  # whether `see` may compute the attention, in one pass with what it measures
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
@@ -69,8 +71,9 @@ class AttentionCapture:
 
     # For subclasses
 
-    def see(self, attention: ObservedCall) -> None:
-        """Called with every attention that was computed."""
+    def see(self, attention: ObservedCall) -> Tensor | None:
+        """Called with every attention that was computed, or is to be computed (`to_compute`): then it sets `output` and
+        returns which queries see a key, (B, H, N)."""
 
     def change(self, attention: ObservedCall, output: Tensor) -> Tensor:
         """Called after `see` if `changes`: the outputs (B, H, N, E) of the heads, or others to replace them."""
@@ -161,8 +164,36 @@ class AttentionCapture:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             attention.output = output.detach()
             self.projections.find(attention, frame)
+            self.projections.expect(attention, frame)
             self.see(attention)
         return self.change(attention, output) if self.changes else output
+
+    def may_compute(self, *inputs: Tensor, modes: int = 0) -> bool:
+        """Whether an attention of these inputs may be computed by `see`: nobody wants its gradient, and nobody else (an
+        outer capture or mode, a compiler, torch.func) must see the function that the model calls. `modes`: how many
+        torch function modes of this capture are on (none inside the handler of its own)."""
+        return (
+            self.computes
+            and not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
+            and torch._C._len_torch_function_stack() == modes
+            and not traced(*inputs)
+            and is_eager()
+            and len(huggingface.observers()) == 1
+        )
+
+    def compute(self, frame: Frame, attention: ObservedCall, *, any_row: bool = False) -> Tensor | None:
+        """Call `see` for an attention that it shall compute. Returns the output (B, H, N, E); None if the function that
+        the model calls has to give it: because the layer was not asked for, or because a query sees nothing. (What such
+        a query gets is for each function to say: 0, NaN or a mean of values. With `any_row` it is 0, as in `attend`.)
+        """
+        attention.to_compute = True
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            self.projections.find(attention, frame)
+            seen = self.see(attention)
+            if attention.output is None:
+                return None
+            self.projections.expect(attention, frame)
+            return attention.output if any_row or seen is None or bool(seen.all()) else None
 
     # Modules that begin and end
 

@@ -18,8 +18,11 @@ from regard.attention import attend, prepare
 from regard.errors import bad_value
 from regard.heads.capture import huggingface
 from regard.heads.capture.module_stack import Frame, same_input
+from regard.heads.capture.observed import ObservedCall
 from regard.heads.capture.output_projection import Projection
 from regard.heads.capture.sdpa import split_additive_biases
+from regard.heads.capture.tensor_notes import tensors_in
+from regard.kernels import Call
 from regard.layouts.torch_mha_call import Operands, functional_operands, is_causal_mask
 
 if TYPE_CHECKING:
@@ -40,6 +43,9 @@ def multi_head_attention_forward(
     """Report one call of the function, and return its result, with the heads' outputs replaced if they are changed."""
     # Heads may be changed here, or by an outer capture whose changes are to be seen. Then the heads' outputs are
     # computed by `attend`, which outer captures see; this call itself is hidden from them.
+    computed = _computed(capture, frame, args, kwargs)
+    if computed is not None:
+        return computed
     recompute = capture.changes or (capture.needs_output and any(x.changes for x in huggingface.observers()))
     with torch._C.DisableTorchFunction() if recompute else nullcontext():
         out, weights = _call_as_uncaptured(frame, args, kwargs)
@@ -49,14 +55,7 @@ def multi_head_attention_forward(
             operands = functional_operands(*args, **kwargs | {"is_causal": False})
         q, k, v = (x.detach() for x in operands[:3])
         call = prepare(q, k, v, **split_additive_biases(**operands.options))
-    query, key = args[0], args[1]
-    attention = capture.describe(frame, call.shape, capture.streams.of(query), call=call)
-    attention.kind = "self" if same_input(query, key) else "cross"
-    out_weight = _argument("out_proj_weight", OUT_WEIGHT, args, kwargs)
-    out_bias = _argument("out_proj_bias", OUT_BIAS, args, kwargs)
-    attention.out_weight = out_weight.detach()
-    attention.projection = Projection.of_heads(out_weight.detach(), None if out_bias is None else out_bias.detach())
-    attention.input = query.detach()[None] if query.dim() == 2 else query.detach().transpose(0, 1)
+    attention = _described(capture, frame, call, args, kwargs)
     heads = _heads(args, kwargs) if recompute else None
     with torch.no_grad(), torch._C.DisableTorchFunction():
         if capture.needs_output:
@@ -64,9 +63,50 @@ def multi_head_attention_forward(
         capture.see(attention)
     if heads is None:
         return out, weights
-    heads = capture.change(attention, heads) if capture.changes else heads
-    out = F.linear(heads.transpose(1, 2).flatten(2), out_weight, out_bias)
-    return (out[0] if query.dim() == 2 else out.transpose(0, 1)), weights
+    return _projected(capture.change(attention, heads) if capture.changes else heads, args, kwargs), weights
+
+
+def _described(capture: AttentionCapture, frame: Frame, call: Call, args: Args, kwargs: Kwargs) -> ObservedCall:
+    query, key = args[0], args[1]
+    attention = capture.describe(frame, call.shape, capture.streams.of(query), call=call)
+    attention.kind = "self" if same_input(query, key) else "cross"
+    weight, bias = _output_projection(args, kwargs)
+    attention.out_weight = weight.detach()
+    attention.projection = Projection.of_heads(weight.detach(), None if bias is None else bias.detach())
+    attention.input = query.detach()[None] if query.dim() == 2 else query.detach().transpose(0, 1)
+    return attention
+
+
+def _output_projection(args: Args, kwargs: Kwargs) -> tuple[Tensor, Tensor | None]:
+    weight = _argument("out_proj_weight", OUT_WEIGHT, args, kwargs)
+    return weight, _argument("out_proj_bias", OUT_BIAS, args, kwargs)
+
+
+def _projected(heads: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
+    """The function's output (N, B, W), or (N, W), from the heads' outputs (B, H, N, E)."""
+    out = F.linear(heads.transpose(1, 2).flatten(2), *_output_projection(args, kwargs))
+    return out[0] if args[0].dim() == 2 else out.transpose(0, 1)
+
+
+def _computed(capture: AttentionCapture, frame: Frame, args: Args, kwargs: Kwargs) -> tuple[Tensor, None] | None:
+    """The result of the function, computed in one pass with what is measured, if the capture may do so and nobody asked
+    for the weights; else None."""
+    if not capture.computes or kwargs.get("need_weights", True) or len(args) > TRAINING:
+        return None
+    if _drops(args, kwargs) or not capture.may_compute(*tensors_in((args, kwargs.values()))):
+        return None
+    try:
+        with torch.no_grad():
+            operands = functional_operands(*args, **kwargs)
+            if _has_wrong_causal_hint(frame.module, operands, kwargs):
+                return None
+            call = prepare(*operands[:3], **split_additive_biases(**operands.options))
+    except (ValueError, TypeError, RuntimeError):
+        return None  # torch says in its own words what is wrong
+    attention = _described(capture, frame, call, args, kwargs)
+    with torch._C.DisableTorchFunction():
+        heads = capture.compute(frame, attention)
+        return _call_as_uncaptured(frame, args, kwargs) if heads is None else (_projected(heads, args, kwargs), None)
 
 
 def _argument(name: str, position: int, args: Args, kwargs: Kwargs, default: Any = None) -> Any:
@@ -101,10 +141,16 @@ def _gives(operands: Operands, out: Tensor, args: Args) -> bool:
     return torch.allclose(out, expected.to(out.dtype), rtol=1e-2, atol=1e-3 * largest, equal_nan=True)
 
 
+def _drops(args: Args, kwargs: Kwargs) -> float:
+    """The probability of dropout, 0 in evaluation."""
+    training = _argument("training", TRAINING, args, kwargs, True)
+    return _argument("dropout_p", DROPOUT, args, kwargs, 0.0) if training else 0.0
+
+
 def _heads(args: Args, kwargs: Kwargs) -> Tensor:
     """The heads' outputs (B, H, N, E), with gradients."""
-    dropout = _argument("dropout_p", DROPOUT, args, kwargs, 0.0)
-    if dropout and _argument("training", TRAINING, args, kwargs, True):
+    dropout = _drops(args, kwargs)
+    if dropout:
         raise bad_value(
             "nn.MultiheadAttention",
             expected="no dropout where heads are changed",

@@ -36,6 +36,7 @@ class ObservedCall:
     projection: Projection | None = None  # the output projection
     input: Tensor | None = None  # (B, N, W): what queries are projected from
     output: Tensor | None = None  # (B, H, N, E)
+    to_compute: bool = False  # whether `see` shall set `output`: it is computed in one pass with what is measured
     values: Tensor | None = None  # (..., M, E) of attention written by hand, leading axes in the model's own order
     cache: Any = None  # the cache that holds its keys
     numbers: Tensor | None = None  # (M,) the index in the sequence of each key

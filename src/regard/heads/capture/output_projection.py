@@ -37,6 +37,7 @@ class Projection:
     plain: bool = False  # whether its input is the heads' outputs, unchanged
     entered: Tensor | None = None  # (B, H, N, E): its input, if that is something else and is to be kept
     heads: Tensor | None = None  # (B, H, N, E): the heads' outputs, until it has run
+    module: nn.Module | None = None  # what is to run, until it is expected
 
     @staticmethod
     def of_heads(weight: Tensor, bias: Tensor | None) -> Projection:
@@ -88,9 +89,17 @@ class ProjectionTracker:
         bias = _full_parameter(bias) if isinstance(bias, Tensor) else None
         attention.out_weight = weight
         attention.projection = Projection(weight, bias) if check else Projection.of_heads(weight, bias)
-        if check and self.capture.needs_projection and attention.output is not None:
-            attention.projection.heads = attention.output.clone()  # (a gate may be applied in place)
-            self.expected.setdefault(id(module), []).append((attention.projection, frame.parent or frame))
+        attention.projection.module = module if check else None
+
+    def expect(self, attention: ObservedCall, frame: Frame) -> None:
+        """Check the projection of an attention, whose output is known now, when it runs; if that is of interest."""
+        projection = attention.projection
+        if not self.capture.needs_projection or projection is None or projection.module is None:
+            return
+        if attention.output is not None:
+            projection.heads = attention.output.clone()  # (a gate may be applied in place)
+            self.expected.setdefault(id(projection.module), []).append((projection, frame.parent or frame))
+        projection.module = None
 
     def module_ended(self, frame: Frame) -> None:
         """Check the projection that ended, if it is one; forget those that had to run within the call that ended."""

@@ -57,11 +57,18 @@ def operator_name(func: Any) -> str:
 def _scaled_dot_product_attention(
     capture: AttentionCapture, frame: Frame, func: Any, args: Args, kwargs: Kwargs
 ) -> Tensor:
-    out = func(*args, **kwargs)
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     options = dict(zip(names, args, strict=False)) | kwargs
     query, key, value = (options.pop(name) for name in names[:3])
     mask = options.pop("attn_mask", None)
+    if _may_compute_sdpa(capture, query, key, value, mask, options):
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            call = _call_if_valid(query, key, value, mask, options)
+        if call is not None:
+            attention = capture.describe(frame, call.shape, capture.streams.of(query), call=call)
+            computed = capture.compute(frame, attention)
+            return func(*args, **kwargs) if computed is None else computed
+    out = func(*args, **kwargs)
     if query.is_nested:
         raise bad_value(
             "watch",
@@ -82,6 +89,27 @@ def _scaled_dot_product_attention(
     attention = capture.describe(frame, call.shape, capture.streams.of(query), call=call)
     heads = capture.report(frame, attention, axes(out))
     return axes.restore(heads, out) if capture.changes else out
+
+
+def _may_compute_sdpa(
+    capture: AttentionCapture, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Kwargs
+) -> bool:
+    """Whether a call of `F.scaled_dot_product_attention` may be computed in one pass with what is measured: as
+    `capture.may_compute`, and with axes (B, H, N, D) beyond doubt."""
+    if query.dim() != 4 or options.get("dropout_p") or query.is_nested:
+        return False
+    if not capture.may_compute(query, key, value, *(() if mask is None else (mask,))):
+        return False
+    axes = HeadAxes.of(query, key, capture.frames.sizes())
+    return axes.order == "standard" and not axes.is_ambiguous(key)
+
+
+def _call_if_valid(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Kwargs) -> Call | None:
+    """The call of some arguments; None if they are wrong, which torch then says in its own words."""
+    try:
+        return from_sdpa(query, key, value, mask, **options)
+    except (ValueError, TypeError, RuntimeError):
+        return None
 
 
 def _flex_attention(capture: AttentionCapture, frame: Frame, func: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -136,8 +164,9 @@ class _AttendObserver:
     frame: Frame
     stream: Tensor | None  # the token ids of the queries, if they are followed
 
-    def attention(self, call: Call, compute: Callable[[], Tensor]) -> Tensor:
-        out = compute()
+    def attention(self, call: Call, compute: Callable[[], Tensor], kernel: str) -> Tensor:
+        one_pass = kernel == "auto" and call.dropout is None and self.capture.may_compute(*call.learned())
+        out = None if one_pass else compute()
         call = call.detached()
         attention = self.capture.describe(self.frame, call.shape, self.stream, call=call)
         cache = self.frame.given("cache")
@@ -146,7 +175,10 @@ class _AttendObserver:
             attention.cache = cache
             attention.numbers = torch.arange(length, device=call.q.device)
             attention.numbers[first:] += cache.seen - length
-        return self.capture.report(self.frame, attention, out)
+        if out is not None:
+            return self.capture.report(self.frame, attention, out)
+        computed = self.capture.compute(self.frame, attention, any_row=True)
+        return compute() if computed is None else computed
 
 
 def _registered(capture: AttentionCapture, frame: Frame, func: Any, args: Args, kwargs: Kwargs) -> Tensor:

@@ -10,6 +10,7 @@ Letters: B batch, H query heads, N queries, M keys, D head width of q and k, E h
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -89,14 +90,20 @@ def capture_function(
     with torch.no_grad(), torch._C.DisableTorchFunction():
         candidates = _candidate_calls(how, arguments)
         call = next(candidates)
+    if _may_compute(capture, how, arguments):
+        frame = capture.frames.current(module)
+        assert frame is not None
+        attention = capture.describe(frame, call.shape, capture.streams.of(arguments.query), call=call)
+        heads = capture.compute(frame, attention)
+        with _inside_attention(capture):
+            result = arguments.run(compute) if heads is None else (heads.transpose(1, 2).contiguous(), None)
+        capture.streams.hand_on((arguments.query,), result)
+        return result
     certain = how.trusted or bool(arguments.options.get("dropout"))
     if how.masks == "eager" and _can_skip_weights(capture, call, arguments.options):
         compute, certain = large_calls.eager_function(call), True
-    capture.inside_attention = True
-    try:
+    with _inside_attention(capture):
         result = arguments.run(compute)
-    finally:
-        capture.inside_attention = False
     frame = capture.frames.current(module)
     assert frame is not None
     query = arguments.query
@@ -123,6 +130,26 @@ def capture_function(
         attention = capture.describe(frame, call.shape, capture.streams.of(query), call=call)
     heads = capture.report(frame, attention, output).transpose(1, 2).reshape(out.shape)
     return (heads, *rest) if capture.changes else result
+
+
+@contextmanager
+def _inside_attention(capture: AttentionCapture) -> Iterator[None]:
+    capture.inside_attention = True
+    try:
+        yield
+    finally:
+        capture.inside_attention = False
+
+
+def _may_compute(capture: AttentionCapture, how: Implementation, arguments: _Arguments) -> bool:
+    """Whether the attention may be computed in one pass with what is measured: transformers' own sdpa alone, whose
+    arguments say what it computes."""
+    options = arguments.options
+    if not how.trusted or options.get("dropout") or options.get("softcap") is not None:  # (it refuses a softcap)
+        return False
+    given = (arguments.query, arguments.key, arguments.value, arguments.mask, options.get("position_bias"))
+    # (This is no handler of torch functions: the capture's own mode is on.)
+    return capture.may_compute(*(x for x in given if isinstance(x, Tensor)), modes=1)
 
 
 def _can_skip_weights(capture: AttentionCapture, call: Call, options: dict[str, Any]) -> bool:

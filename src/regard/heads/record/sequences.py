@@ -219,13 +219,17 @@ def measured(attention: ObservedCall, measures: list[Measure], text: SequenceRec
             given = call.positions is not None and attention.numbers is None
             queries = plane.q_positions if given else numbers[None, m - n :]
             plane = replace(plane, numbers=numbers, k_positions=numbers[None], q_positions=queries)
-        return measure_call(call, usable, plane=plane)
+        measurements = measure_call(call, usable, plane=plane, output=attention.to_compute)
+        if attention.to_compute:
+            attention.output, measurements.output = measurements.output, None
+        return measurements
     assert weights is not None
     weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
     first = int(numbers[-1]) + 1 - n if m else 0
     queries = torch.arange(first, first + n, device=weights.device)[None]
     plane = Plane(batch, heads, n, m, queries, numbers[None], weights.dtype, numbers=numbers, **known)
-    usable = [one for one in usable if not one.needs_out_weight]  # a model that wrote it by hand named no projection
+    # A model that wrote it by hand named no projection, and its scores are not known.
+    usable = [one for one in usable if not one.needs_out_weight and not one.needs_scores]
     everything = (slice(0, batch), slice(0, heads), slice(0, n), [slice(0, m)])
     with fixed_precision(weights):
         survey = MeasureRun(usable, plane)

@@ -31,7 +31,7 @@ from torch.nn.modules import module as torch_module
 
 from regard.errors import bad_value
 from regard.kernels.precision import mixed_precision
-from regard.tracing import in_torch_func, traced
+from regard.tracing import has_foreign_function_mode, in_torch_func, traced
 
 __all__ = ["ACTIVATIONS", "packed", "project", "project_each"]
 
@@ -227,7 +227,7 @@ def _is_observed() -> bool:
         or nn.Linear.__call__ is not _CALL
         or F.linear is not _F_LINEAR
         or torch_module._has_any_global_hook()
-        or torch._C._len_torch_function_stack()
+        or has_foreign_function_mode()
         or torch._C._len_torch_dispatch_stack()
         or in_torch_func()
         or forward_ad._current_level >= 0

@@ -80,6 +80,7 @@ class watch(AttentionCapture):
         self.saved_in = -1
         self.needs_output = keep == "qkv"
         self.needs_projection = self.needs_output or any(measure.needs_out_weight for measure in self.measures)
+        self.frames.leaves = self.needs_projection
         self.keep, self.layers = keep, layers
         self.is_wanted = _filter(layers)
         self.record = Record()

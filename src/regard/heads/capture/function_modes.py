@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 
 from regard.heads.capture.handwritten import SOFTMAXES
 from regard.heads.capture.torch_functions import HANDLERS
+from regard.tracing import capture_modes
 
 if TYPE_CHECKING:
     from regard.heads.capture.capture import AttentionCapture
@@ -30,10 +31,15 @@ class CaptureMode(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         return self.capture.function(func, args, kwargs or {})
 
+    def __enter__(self) -> CaptureMode:
+        super().__enter__()
+        capture_modes.count += 1
+        return self
+
     def end(self) -> None:
         """Leave the mode, also if modes that were entered later are still active."""
         self.capture = None
-        _remove(self)
+        capture_modes.count -= _remove(self)
 
 
 class _OtherThreadMode(TorchFunctionMode):
@@ -65,12 +71,13 @@ def follow_other_thread(capture: AttentionCapture, names: list[str]) -> None:
         _remove(mode)
 
 
-def _remove(mode: TorchFunctionMode) -> None:
-    """Remove a mode from this thread's stack of modes, wherever it is."""
+def _remove(mode: TorchFunctionMode) -> bool:
+    """Remove a mode from this thread's stack of modes, wherever it is. Returns whether it was there."""
     if not any(active is mode for active in _get_current_function_mode_stack()):
-        return  # it was entered in another thread, whose stack cannot be reached
+        return False  # it was entered in another thread, whose stack cannot be reached
     above = []
     while (top := _pop_mode()) is not mode:
         above.append(top)
     for other in reversed(above):
         _push_mode(other)
+    return True

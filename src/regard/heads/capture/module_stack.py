@@ -127,6 +127,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def _is_leaf_of_torch(module: nn.Module) -> bool:
+    """Whether a module is a layer of torch without children (`nn.Linear`, `nn.LayerNorm`, ...), which computes no
+    attention. Hooks would cost more than many of these layers, and keep `regard.onednn` from fusing them."""
+    return type(module).__module__.startswith("torch.nn.modules.") and not module._modules
+
+
 def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
     """The names of a forward's parameters, without self."""
     if forward not in _SIGNATURES:
@@ -153,6 +159,7 @@ class ModuleStack:
 
     def __post_init__(self) -> None:
         self.modules = [module for _, module in self.root.named_modules()]
+        self.leaves = False  # whether layers of torch without children are followed, too
         # By the id of their dict of hooks, which replicas made by `nn.DataParallel` share with the original module.
         self.names = {id(m._forward_hooks): name or type(m).__name__ for name, m in self.root.named_modules()}
         self.thread = 0
@@ -166,6 +173,8 @@ class ModuleStack:
         for module in self.modules:
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # compiled: nothing can be seen inside
+            if not self.leaves and module is not self.root and _is_leaf_of_torch(module):
+                continue
             self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             self.handles.append(module.register_forward_hook(self._leave, always_call=True))
             _keep_hooks_out_of_copies(module)

@@ -155,12 +155,12 @@ class _Copies(Measure):
         if plane.text_ids is not None:
             key_ids = plane.text_ids
             k_positions = number = torch.arange(key_ids.shape[1], device=key_ids.device)[None]
-        first = self._first_copies(plane, prepared[0], key_ids, k_positions)
+        apart = first = self._first_copies(plane, prepared[0], key_ids, k_positions)
         if not self.after:  # the text's first token is a copy, but one that is looked at for another reason
             number = torch.arange(key_ids.shape[1], device=key_ids.device) if number is None else number
             start = torch.zeros(1, 1, device=key_ids.device) if plane.first is None else plane.first[:, None]
             key_ids = torch.where(number == start, NO_TOKEN, key_ids)
-        apart = self._first_copies(plane, prepared[0], key_ids, k_positions)
+            apart = self._first_copies(plane, prepared[0], key_ids, k_positions)
         first_name, second_name = self.gives
         return {first_name: first < plane.q_positions, second_name: apart < plane.q_positions - 1 - self.after}
 

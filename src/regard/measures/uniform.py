@@ -99,11 +99,12 @@ def closed_forms(measures: list[Measure], plane: Plane) -> list[Measure]:
     if not plane.keys or not plane.queries or plane.k_positions.device.type == "mps":  # (which has no float64)
         return []
     keys, queries = plane.k_positions, plane.q_positions
-    least, most = min(int(keys.min()), int(queries.min())), max(int(keys.max()), int(queries.max()))
-    if (most - least + 1) * plane.keys > SUMS or not KeySlots(keys).rising:
+    first = int(keys.min())
+    apart = max(int(keys.max()), int(queries.max())) - min(first, int(queries.min()))
+    if (apart + 1) * plane.keys > SUMS or not KeySlots(keys).rising:
         return [measure for measure in known if isinstance(measure, _WITHOUT_POSITIONS)]
     # (induction takes what stands before the first key to be at 0)
-    return [measure for measure in known if least >= 0 or not isinstance(measure, Induction)]
+    return [measure for measure in known if first >= 0 or not isinstance(measure, Induction)]
 
 
 def measure_uniform(measures: list[Measure], plane: Plane, low: Tensor, high: Tensor) -> Measurements:

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from regard.errors import bad_type, bad_value
 from regard.heads.capture.cache_tracking import SequenceTracker, trimmed
 from regard.heads.capture.capture import AttentionCapture
-from regard.heads.capture.observed import ObservedCall, with_uniform_weights
+from regard.heads.capture.observed import ObservedCall
 from regard.heads.record.record import LayerRecord, Record
 from regard.heads.record.sequences import Chunk, SequenceRecord, measured, padding, runs
+from regard.heads.record.uniform import uniform_measurements
 from regard.masks import Mask
 from regard.measures import MeasureLike, as_measures
 from regard.measures.run import DEFAULT
@@ -163,7 +164,7 @@ class watch(AttentionCapture):
         if mask is None or key not in self.baseline_cache:
             if len(self.baseline_cache) > 8:
                 self.baseline_cache.clear()
-            measurements = measured(with_uniform_weights(attention), self.baselines, text, numbers)
+            measurements = uniform_measurements(attention, self.baselines, text, numbers)
             self.baseline_cache[key] = measurements, attention  # keeps the mask alive, so that no other has its address
         sequence = uniform.text if goes_on else None
         if sequence is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from regard.errors import bad_type, bad_value, shape_of
 from regard.measures.base import NO_TOKEN, KeyLists, Measure, Plane, Reduction, Strip, Sums
 
-__all__ = ["Duplicate", "Induction", "Tokens"]
+__all__ = ["Duplicate", "Induction", "Tokens", "ids_of_keys", "ids_of_queries"]
 
 
 class Tokens(Measure):
@@ -81,7 +81,7 @@ class Tokens(Measure):
                         f"Tokens {name!r}", expected=f"a mask of {plane.keys} keys", received=f"shape {shape_of(which)}"
                     )
             else:
-                row = torch.isin(_key_ids(plane, self), which.to(plane.k_positions.device))
+                row = torch.isin(ids_of_keys(plane, self), which.to(plane.k_positions.device))
             rows.append(row)
         items = max(row.shape[0] for row in rows)
         return torch.stack([row.expand(items, -1) for row in rows], 1)
@@ -95,7 +95,10 @@ class Tokens(Measure):
         on_first = strip.times((members & first[:, None]).mT[:, None])
         for number, which in enumerate(self.kinds.values()):
             if which is None:
-                ids, key_ids = strip.of_queries(_ids(strip.plane, self)), strip.of_keys(_key_ids(strip.plane, self))
+                ids, key_ids = (
+                    strip.of_queries(ids_of_queries(strip.plane, self)),
+                    strip.of_keys(ids_of_keys(strip.plane, self)),
+                )
                 same = ids[:, :, None] == key_ids[:, None, :]
                 masses[..., number] = strip.where_true(same)
                 on_first[..., number] = strip.where_true(same & first[:, None])
@@ -106,7 +109,7 @@ class Tokens(Measure):
         columns = torch.cat([prepared, prepared & plane.is_first[:, None]], 1)[:, None].to(plane.dtype)
         if all(which is not None for which in self.kinds.values()):
             return Reduction(columns=columns)
-        ids, key_ids = _ids(plane, self), _key_ids(plane, self)
+        ids, key_ids = ids_of_queries(plane, self), ids_of_keys(plane, self)
         every = torch.full_like(plane.q_positions, plane.keys)
         only_first = torch.where(plane.is_first, key_ids, NO_TOKEN)
         lists = [_same_tokens(ids, keys, every) for keys in (key_ids, only_first)]
@@ -147,7 +150,7 @@ class _Copies(Measure):
 
     def prepare(self, plane: Plane) -> tuple[Tensor, Tensor, Tensor]:
         """The queries' ids (1|B, N); for each key the token `after` before it, its id and position (1|B, M)."""
-        ids, key_ids, positions = _ids(plane, self), _key_ids(plane, self), plane.k_positions
+        ids, key_ids, positions = ids_of_queries(plane, self), ids_of_keys(plane, self), plane.k_positions
         if not self.after:
             return ids, key_ids, positions
         if plane.text_ids is not None and plane.numbers is not None:  # some tokens are not among the keys any more
@@ -191,16 +194,16 @@ class _Copies(Measure):
 
     def counted(self, plane: Plane, prepared: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
         """A token counts if the first of its kind stands before it: far enough, in the second result."""
-        key_ids, k_positions, number = _key_ids(plane, self), plane.k_positions, plane.numbers
+        key_ids, k_positions, number = ids_of_keys(plane, self), plane.k_positions, plane.numbers
         if plane.text_ids is not None:
             key_ids = plane.text_ids
             k_positions = number = torch.arange(key_ids.shape[1], device=key_ids.device)[None]
-        first = self._first_copies(plane, prepared[0], key_ids, k_positions)
+        apart = first = self._first_copies(plane, prepared[0], key_ids, k_positions)
         if not self.after:  # the text's first token is a copy, but one that is looked at for another reason
             number = torch.arange(key_ids.shape[1], device=key_ids.device) if number is None else number
             start = torch.zeros(1, 1, device=key_ids.device) if plane.first is None else plane.first[:, None]
             key_ids = torch.where(number == start, NO_TOKEN, key_ids)
-        apart = self._first_copies(plane, prepared[0], key_ids, k_positions)
+            apart = self._first_copies(plane, prepared[0], key_ids, k_positions)
         first_name, second_name = self.gives
         return {first_name: first < plane.q_positions, second_name: apart < plane.q_positions - 1 - self.after}
 
@@ -250,12 +253,12 @@ def _same_tokens(ids: Tensor, key_ids: Tensor, before: Tensor, from_slot: Tensor
     return KeyLists(order.to(torch.int32), begin[..., None], end[..., None])
 
 
-def _ids(plane: Plane, measure: Measure) -> Tensor:
+def ids_of_queries(plane: Plane, measure: Measure) -> Tensor:
     """The queries' token ids (1|B, N): the plane's, or the last N of the measure's own."""
     own = getattr(measure, "ids", None)
     if own is None and plane.ids is not None:
         return plane.ids
-    keys = _key_ids(plane, measure)
+    keys = ids_of_keys(plane, measure)
     if plane.queries > keys.shape[1]:
         raise bad_value(
             f"{type(measure).__name__} ids",
@@ -265,7 +268,7 @@ def _ids(plane: Plane, measure: Measure) -> Tensor:
     return keys[:, keys.shape[1] - plane.queries :]
 
 
-def _key_ids(plane: Plane, measure: Measure) -> Tensor:
+def ids_of_keys(plane: Plane, measure: Measure) -> Tensor:
     """The keys' token ids (1|B, M)."""
     own = getattr(measure, "ids", None)
     ids = plane.key_ids if own is None else own.to(plane.k_positions.device)

@@ -1,0 +1,69 @@
+"""The plane on which an attention call is measured as a chunk of its sequence.
+
+Letters: B batch, H query heads, N queries, M keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from regard.attention import plane_of
+from regard.heads.capture.observed import ObservedCall
+from regard.measures import Measure, Plane
+from regard.measures.base import NO_TOKEN
+
+if TYPE_CHECKING:
+    from regard.heads.record.sequences import SequenceRecord
+
+__all__ = ["chunk_plane", "known_of_padding", "usable"]
+
+
+def chunk_plane(attention: ObservedCall, text: SequenceRecord, numbers: Tensor) -> Plane:
+    """What is known of one attention call, whose keys are tokens `numbers` (M,) of the sequence: its sizes, positions,
+    token ids and padding."""
+    batch, heads, n, m = attention.shape
+    ids = None
+    if text.ids is not None and attention.kind == "self" and text.ids.shape[1] > int(numbers[-1]):
+        ids = text.ids
+        if text.key_padding is not None:
+            ids = ids.expand(batch, -1).masked_fill(text.key_padding[:, : ids.shape[1]], NO_TOKEN)
+    known: dict[str, Any] = {"ids": attention.ids, "text_ids": ids, "key_ids": None if ids is None else ids[:, numbers]}
+    known |= known_of_padding(text, None if attention.padding is None else attention.padding[:, 0], numbers)
+    call, weights = attention.call, attention.weights
+    if call is None:
+        assert weights is not None
+        first = int(numbers[-1]) + 1 - n if m else 0
+        queries = torch.arange(first, first + n, device=weights.device)[None]
+        dtype = torch.promote_types(weights.dtype, torch.float32)
+        return Plane(batch, heads, n, m, queries, numbers[None], dtype, numbers=numbers, **known)
+    plane = replace(plane_of(call), values=call.v, out_weight=attention.out_weight, **known)
+    if attention.kind == "self" and (text.pieces or attention.numbers is not None):
+        # positions that were passed to the call are right (texts of several lengths), unless a cache renumbers them
+        given = call.positions is not None and attention.numbers is None
+        queries = plane.q_positions if given else numbers[None, m - n :]
+        plane = replace(plane, numbers=numbers, k_positions=numbers[None], q_positions=queries)
+    return plane
+
+
+def known_of_padding(text: SequenceRecord, padding: Tensor | None, numbers: Tensor) -> dict[str, Any]:
+    """Arguments of `Plane`: padding queries (B, N), padding among the keys `numbers` (M,), and first tokens (B,)."""
+    known: dict[str, Any] = {"padding": padding, "key_padding": None, "first": None}
+    if text.key_padding is not None:
+        of_keys = text.key_padding[:, numbers]
+        first = text.key_padding.to(torch.uint8).argmin(1)
+        known |= {"key_padding": of_keys if of_keys.any() else None, "first": first if first.any() else None}
+    return known
+
+
+def usable(measures: list[Measure], plane: Plane) -> list[Measure]:
+    """The measures that have what they need: token ids, the output projection's weight."""
+    return [
+        measure
+        for measure in measures
+        if not (measure.needs_ids and getattr(measure, "ids", None) is None and plane.key_ids is None)
+        and not (measure.needs_out_weight and getattr(measure, "out_weight", None) is None and plane.out_weight is None)
+    ]

@@ -18,10 +18,9 @@ from regard.heads.capture.cache_tracking import SequenceTracker, trimmed
 from regard.heads.capture.capture import AttentionCapture
 from regard.heads.capture.observed import ObservedCall
 from regard.heads.record.record import LayerRecord, Record
-from regard.heads.record.sequences import Chunk, SequenceRecord, measured, padding, runs
-from regard.heads.record.uniform import uniform_measurements
-from regard.masks import Mask
-from regard.measures import MeasureLike, as_measures
+from regard.heads.record.sequences import Chunk, SequenceRecord, measured, runs
+from regard.heads.record.shared_planes import SharedPlanes
+from regard.measures import MeasureLike, Plane, as_measures
 from regard.measures.run import DEFAULT
 
 __all__ = ["watch"]
@@ -74,9 +73,13 @@ class watch(AttentionCapture):
             raise bad_value("keep", expected='None, "qk" or "qkv"', received=repr(keep))
         self.measures = as_measures([*DEFAULT, "induction", "duplicate"] if measures is None else measures)
         # The uniform baseline is one head without values; maps and choices of it mean nothing.
-        of_weights = [measure for measure in self.measures if not (measure.needs_out_weight or measure.needs_all_heads)]
+        of_weights = [
+            measure
+            for measure in self.measures
+            if not (measure.needs_out_weight or measure.needs_all_heads or measure.needs_scores)
+        ]
         self.baselines = [measure for measure in of_weights if not {"map", "choice"} >= set(measure.gives.values())]
-        self.baseline_cache: dict[Any, Any] = {}
+        self.planes = SharedPlanes()
         self.saved: dict[str, Any] = {}  # snapshots of layers before the outermost call `saved_in`
         self.saved_in = -1
         self.needs_output = keep == "qkv"
@@ -106,13 +109,14 @@ class watch(AttentionCapture):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         super().__exit__(kind, error, trace)
+        self.planes = SharedPlanes()
         if error is None and not self.record.by_name:
             raise self._saw_nothing()
 
     def see(self, attention: ObservedCall) -> Tensor | None:
         """Measure one attention call, as the next chunk of a sequence or as a new sequence."""
         given, attention = attention, trimmed(attention)
-        attention.padding = padding(attention)
+        attention.padding = self.planes.padding(attention)
         name, goes_on, again, total = self.tracker.place(attention)
         if not (self.is_wanted(attention.layer) or self.is_wanted(name)):
             self.unwanted.add(name)
@@ -134,12 +138,13 @@ class watch(AttentionCapture):
         if numbers is None:
             numbers = torch.arange(total - m, total, device=attention.device)
         text.place_padding(attention, attention.padding)
-        measurements = measured(attention, self.measures, text, numbers)
+        plane = self.planes.plane(attention, text, numbers)
+        measurements = measured(attention, self.measures, plane)
         piece = Chunk(n, runs(numbers), measurements, attention.padding, projection=attention.projection)
         self._keep(text, piece, attention, goes_on)
         if layer.uniform is None:
             layer.uniform = LayerRecord(name, attention.kind, self.baselines)
-        self._baseline(layer.uniform, attention, text, numbers, goes_on, again)
+        self._baseline(layer.uniform, attention, text, piece, plane, goes_on, again)
         _add(layer, text, piece, goes_on, again)
         given.output = attention.output
         return measurements.seen
@@ -153,25 +158,18 @@ class watch(AttentionCapture):
         uniform: LayerRecord,
         attention: ObservedCall,
         text: SequenceRecord,
-        numbers: Tensor,
+        piece: Chunk,
+        plane: Plane,
         goes_on: bool,
         again: bool,
     ) -> None:
-        """Measure uniform weights on all visible keys. Layers with the same mask share the result."""
-        ids = None if attention.ids is None else attention.ids.data_ptr()
-        mask = None if attention.call is None else _mask_key(attention.call.mask)
-        key = (attention.forward, mask, attention.shape[0], *attention.shape[2:], int(numbers.sum()), ids)
-        if mask is None or key not in self.baseline_cache:
-            if len(self.baseline_cache) > 8:
-                self.baseline_cache.clear()
-            measurements = uniform_measurements(attention, self.baselines, text, numbers)
-            self.baseline_cache[key] = measurements, attention  # keeps the mask alive, so that no other has its address
+        """Measure uniform weights on all visible keys."""
         sequence = uniform.text if goes_on else None
         if sequence is None:
             sequence = SequenceRecord((text.shape[0], 1))
         sequence.total, sequence.key_padding = text.total, text.key_padding
-        piece = Chunk(attention.shape[2], runs(numbers), self.baseline_cache[key][0], attention.padding)
-        _add(uniform, sequence, piece, goes_on, again)
+        measurements = self.planes.baseline(attention, self.baselines, text, plane)
+        _add(uniform, sequence, Chunk(piece.queries, piece.runs, measurements, attention.padding), goes_on, again)
 
     def _save(self, name: str, layer: LayerRecord | None) -> None:
         """Keep a snapshot of a layer as it was before this outermost call, in case the call raises."""
@@ -250,11 +248,6 @@ def _add(layer: LayerRecord, text: SequenceRecord, piece: Chunk, goes_on: bool, 
         layer.replace(text)
     else:
         layer.begin(text)
-
-
-def _mask_key(mask: Mask | None) -> Any:
-    """A key that equal masks share: their repr, and the addresses of their tensors."""
-    return (repr(mask), *(tensor.data_ptr() for tensor in mask.tensors())) if mask is not None else "none"
 
 
 def _filter(layers: str | Iterable[str] | Callable[[str], bool] | None) -> Callable[[str], bool]:

@@ -63,6 +63,11 @@ class Plane:
             self._shared[key] = compute()
         return self._shared[key]
 
+    @property
+    def shared(self) -> dict[Any, Any]:
+        """What was computed `once`."""
+        return self._shared
+
     def sharing(self, shared: dict[Any, Any]) -> Plane:
         """The same plane, which keeps what it computes `once` in a dict that equal planes (of other layers) share."""
         object.__setattr__(self, "_shared", shared)

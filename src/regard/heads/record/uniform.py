@@ -11,20 +11,18 @@ import torch
 from torch import Tensor
 
 from regard.heads.capture.observed import ObservedCall, with_uniform_weights
-from regard.heads.record.chunk_plane import chunk_plane, usable
-from regard.heads.record.sequences import SequenceRecord, measured
+from regard.heads.record.chunk_plane import usable
+from regard.heads.record.sequences import measured
 from regard.masks.runs import key_runs, runs_of_pairs
-from regard.measures import Measure, Measurements
+from regard.measures import Measure, Measurements, Plane
 from regard.measures.uniform import closed_forms, measure_uniform
 
 __all__ = ["uniform_measurements"]
 
 
-def uniform_measurements(
-    attention: ObservedCall, measures: list[Measure], text: SequenceRecord, numbers: Tensor
-) -> Measurements:
-    """The results of some measures for equal weights on all keys that each query of an attention call may see; its keys
-    are tokens `numbers` (M,) of the sequence.
+def uniform_measurements(attention: ObservedCall, measures: list[Measure], plane: Plane) -> Measurements:
+    """The results of some measures for equal weights on all keys that each query of an attention call may see. `plane`:
+    what is known of the call.
 
     In closed form where each query sees one run of keys: without a mask, and with `Causal`, `Window`, `Prefix`,
     `Padding`, `Documents`, boolean tensors and what `&` and `|` make of them, as far as no key between two visible ones
@@ -32,9 +30,9 @@ def uniform_measurements(
     measures that are not of this package.
     """
     runs = _runs(attention)
+    plane = replace(plane, heads=1, values=None, out_weight=None)
     if runs is None:
-        return measured(with_uniform_weights(attention), measures, text, numbers)
-    plane = replace(chunk_plane(attention, text, numbers), heads=1, values=None, out_weight=None)
+        return measured(with_uniform_weights(attention), measures, plane)
     able = usable(measures, plane)
     closed = closed_forms(able, plane)
     with torch.no_grad():
@@ -42,7 +40,7 @@ def uniform_measurements(
     if len(closed) == len(able):
         return found
     others = [measure for measure in able if measure not in closed]
-    rest = measured(with_uniform_weights(attention), others, text, numbers)
+    rest = measured(with_uniform_weights(attention), others, plane)
     values = found.values | rest.values
     in_order = {name: values[name] for measure in able for name in measure.gives if name in values}
     return Measurements(in_order, found.seen, found.counts | rest.counts)

@@ -1,0 +1,114 @@
+"""What is known of an attention call besides its tensors, computed once for all layers that agree in it.
+
+The layers of a model mostly have the same tokens, positions and mask; then padding, the lists of keys of a measure and
+the uniform baseline are the same, too. Layers agree if they are of one outermost call and have equal sizes, the same
+tensors of ids, positions and masks, and equally many tokens so far.
+
+Letters: B batch, N queries, M keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.heads.capture.observed import ObservedCall
+from regard.heads.record.chunk_plane import chunk_plane
+from regard.heads.record.sequences import SequenceRecord, padding
+from regard.heads.record.uniform import uniform_measurements
+from regard.masks import Mask
+from regard.measures import Measure, Measurements, Plane
+
+__all__ = ["SharedPlanes"]
+
+MOST = 8  # that are kept: layers take turns with few masks
+
+
+@dataclass
+class _Known:
+    """What layers that agree share. The attention keeps its tensors alive, so that no others have their addresses."""
+
+    attention: ObservedCall
+    padding: Tensor | None  # (B, 1, N)
+    planes: dict[Any, Plane] = field(default_factory=dict)
+    baselines: dict[Any, Measurements] = field(default_factory=dict)
+
+
+class SharedPlanes:
+    """The planes of the layers of one watch."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, _Known] = {}
+
+    def _of(self, attention: ObservedCall) -> _Known:
+        call = attention.call
+        if call is None:
+            return _Known(attention, padding(attention))
+        batch, _, n, m = attention.shape
+        tensors = (attention.ids, call.positions, call.key_positions, attention.numbers)
+        ids = tuple(None if x is None else x.data_ptr() for x in tensors)
+        key = (attention.forward, attention.kind, batch, n, m, call.q_start, call.dtype, ids, _mask_key(call.mask))
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= MOST:
+                self._known.clear()
+            known = self._known[key] = _Known(attention, padding(attention))
+        return known
+
+    def padding(self, attention: ObservedCall) -> Tensor | None:
+        """`sequences.padding`"""
+        return self._of(attention).padding
+
+    def plane(self, attention: ObservedCall, text: SequenceRecord, numbers: Tensor) -> Plane:
+        """`chunk_plane`"""
+        known, key = self._of(attention), _history(text)
+        plane = known.planes.get(key)
+        if plane is None:
+            plane = known.planes[key] = chunk_plane(attention, text, numbers)
+        call = attention.call
+        if call is None or attention is known.attention:
+            return plane
+        own = replace(plane, heads=attention.shape[1], values=call.v, out_weight=attention.out_weight)
+        return own.sharing(plane.shared)
+
+    def baseline(
+        self, attention: ObservedCall, measures: list[Measure], text: SequenceRecord, plane: Plane
+    ) -> Measurements:
+        """`uniform_measurements`"""
+        known, key = self._of(attention), _history(text)
+        if key not in known.baselines:
+            known.baselines[key] = uniform_measurements(attention, measures, plane)
+        return known.baselines[key]
+
+
+def _history(text: SequenceRecord) -> tuple[Any, ...]:
+    """What a plane takes from the chunks before."""
+    hidden = text.key_padding
+    return (
+        text.total,
+        bool(text.pieces),
+        None if text.ids is None else tuple(text.ids.shape),
+        None if hidden is None else (*hidden.shape, int(hidden.sum())),
+    )
+
+
+def _mask_key(mask: Mask | None) -> Any:
+    """A key that equal masks share: their kinds, numbers, and the addresses of their tensors."""
+    if mask is None:
+        return None
+    return (type(mask), *(_field_key(getattr(mask, name)) for name in mask.fields))
+
+
+def _field_key(value: Any) -> Any:
+    if isinstance(value, Mask):
+        return _mask_key(value)
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), value.shape, value.stride()
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return value

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["capture_modes", "has_foreign_function_mode", "in_torch_func", "is_eager", "traced"]
+__all__ = ["has_foreign_function_mode", "in_torch_func", "is_eager", "traced"]
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-class _CaptureModes(threading.local):
-    """How many torch function modes of this thread are captures of regard, which need not see plain projections."""
-
-    count = 0
-
-
-capture_modes = _CaptureModes()
-
-
 def has_foreign_function_mode() -> bool:
-    """Whether a torch function mode other than a capture of regard is on in this thread."""
-    return torch._C._len_torch_function_stack() > capture_modes.count
+    """Whether a torch function mode is on in this thread that must see plain projections: any but those whose
+    `sees_projections` is False, as captures of regard have it."""
+    count: int = torch._C._len_torch_function_stack()  # pyright: ignore[reportAttributeAccessIssue]
+    return count > 0 and any(
+        getattr(torch._C._get_function_stack_at(i), "sees_projections", True)  # pyright: ignore[reportAttributeAccessIssue]
+        for i in range(count)
+    )
 
 
 def in_torch_func() -> bool:

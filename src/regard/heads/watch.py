@@ -20,7 +20,7 @@ from regard.heads.capture.observed import ObservedCall
 from regard.heads.record.record import LayerRecord, Record
 from regard.heads.record.sequences import Chunk, SequenceRecord, measured, runs
 from regard.heads.record.shared_planes import SharedPlanes
-from regard.measures import MeasureLike, Plane, as_measures
+from regard.measures import MeasureLike, as_measures
 from regard.measures.run import DEFAULT
 
 __all__ = ["watch"]
@@ -116,7 +116,8 @@ class watch(AttentionCapture):
     def see(self, attention: ObservedCall) -> Tensor | None:
         """Measure one attention call, as the next chunk of a sequence or as a new sequence."""
         given, attention = attention, trimmed(attention)
-        attention.padding = self.planes.padding(attention)
+        shared = self.planes.of(attention)
+        attention.padding = shared.padding
         name, goes_on, again, total = self.tracker.place(attention)
         if not (self.is_wanted(attention.layer) or self.is_wanted(name)):
             self.unwanted.add(name)
@@ -138,13 +139,15 @@ class watch(AttentionCapture):
         if numbers is None:
             numbers = torch.arange(total - m, total, device=attention.device)
         text.place_padding(attention, attention.padding)
-        plane = self.planes.plane(attention, text, numbers)
+        plane = shared.plane(attention, text, numbers)
         measurements = measured(attention, self.measures, plane)
         piece = Chunk(n, runs(numbers), measurements, attention.padding, projection=attention.projection)
         self._keep(text, piece, attention, goes_on)
         if layer.uniform is None:
             layer.uniform = LayerRecord(name, attention.kind, self.baselines)
-        self._baseline(layer.uniform, attention, text, piece, plane, goes_on, again)
+        baseline = shared.baseline(attention, self.baselines, text, plane)
+        uniform = Chunk(n, piece.runs, baseline, attention.padding)
+        _add(layer.uniform, _uniform_sequence(layer.uniform, text, goes_on), uniform, goes_on, again)
         _add(layer, text, piece, goes_on, again)
         given.output = attention.output
         return measurements.seen
@@ -152,24 +155,6 @@ class watch(AttentionCapture):
     def not_seen(self, name: str, reason: str) -> None:
         if self.is_wanted(name):
             super().not_seen(name, reason)
-
-    def _baseline(
-        self,
-        uniform: LayerRecord,
-        attention: ObservedCall,
-        text: SequenceRecord,
-        piece: Chunk,
-        plane: Plane,
-        goes_on: bool,
-        again: bool,
-    ) -> None:
-        """Measure uniform weights on all visible keys."""
-        sequence = uniform.text if goes_on else None
-        if sequence is None:
-            sequence = SequenceRecord((text.shape[0], 1))
-        sequence.total, sequence.key_padding = text.total, text.key_padding
-        measurements = self.planes.baseline(attention, self.baselines, text, plane)
-        _add(uniform, sequence, Chunk(piece.queries, piece.runs, measurements, attention.padding), goes_on, again)
 
     def _save(self, name: str, layer: LayerRecord | None) -> None:
         """Keep a snapshot of a layer as it was before this outermost call, in case the call raises."""
@@ -248,6 +233,15 @@ def _add(layer: LayerRecord, text: SequenceRecord, piece: Chunk, goes_on: bool, 
         layer.replace(text)
     else:
         layer.begin(text)
+
+
+def _uniform_sequence(uniform: LayerRecord, text: SequenceRecord, goes_on: bool) -> SequenceRecord:
+    """The sequence of the uniform baseline, which has one head, beside that of a layer."""
+    sequence = uniform.text if goes_on else None
+    if sequence is None:
+        sequence = SequenceRecord((text.shape[0], 1))
+    sequence.total, sequence.key_padding = text.total, text.key_padding
+    return sequence
 
 
 def _filter(layers: str | Iterable[str] | Callable[[str], bool] | None) -> Callable[[str], bool]:

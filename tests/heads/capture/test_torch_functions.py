@@ -66,9 +66,13 @@ def test_a_hint_beside_a_mask(kind: str, padded: bool, need_weights: bool, fast:
         options["key_padding_mask"] = PADDING
     with torch.set_grad_enabled(not fast):
         before, _ = model(x, x, x, **options)
-        with regard.watch(model, keep="qk") as seen:
+        with regard.watch(model, keep="qk", exact=True) as seen:
             during, _ = model(x, x, x, **options)
+        with regard.watch(model) as in_one_pass:
+            again, _ = model(x, x, x, **options)
     assert torch.equal(during, before)
+    close(again, before, "in one pass")
+    close(in_one_pass[0].entropy, seen[0].entropy, "what was seen in one pass")
     close(heads_of(model, seen[0].weights(), x), before, "what was seen gives what came out")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from regard import measures
 from regard.attention import prepare
 from regard.heads.capture.observed import ObservedCall, with_uniform_weights
 from regard.heads.record import uniform
+from regard.heads.record.chunk_plane import chunk_plane
 from regard.heads.record.sequences import SequenceRecord, measured, padding
 from regard.heads.record.uniform import uniform_measurements
 from regard.masks import Causal, Documents, Keep, Mask, Padding, Prefix, Window
@@ -54,8 +56,10 @@ def compared(attention: ObservedCall, numbers: Tensor, ids: Tensor | None, earli
     text.place_padding(attention, attention.padding)
     if earlier:
         text.pieces.append(None)  # type: ignore[arg-type]
-    found = uniform_measurements(attention, chosen(), text, numbers)
-    same(found, measured(with_uniform_weights(attention), chosen(), text, numbers))
+    plane = chunk_plane(attention, text, numbers)
+    found = uniform_measurements(attention, chosen(), plane)
+    of_one_head = replace(plane, heads=1, values=None, out_weight=None)
+    same(found, measured(with_uniform_weights(attention), chosen(), of_one_head))
     return found
 
 
@@ -156,8 +160,11 @@ def test_weights_are_built_only_where_they_must_be(asked: list[list[str]]) -> No
         layer(x, mask=Causal() & LEFT)
     assert asked == []
     assert seen[0].uniform is not None
-    with regard.watch(layer, measures=["entropy", Confident()]), torch.no_grad():
+    with regard.watch(layer, measures=["entropy", Confident()]) as seen, torch.no_grad():
         layer(x, mask=Causal())
+    assert asked == []  # nobody has asked for the baseline yet
+    assert seen[0].uniform is not None
+    assert seen[0].uniform.entropy.shape == (B, 1, M)
     assert asked == [["Confident"]]
     with regard.watch(layer, measures=["entropy"]), torch.no_grad():
         layer(x, mask=MASKS["gaps"])

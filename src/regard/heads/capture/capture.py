@@ -62,7 +62,7 @@ class AttentionCapture:
         self.frames.on_elsewhere = partial(follow_other_thread, self)
         # Re-entrancy guard: ignore torch functions called inside an attention that is being recorded.
         self.inside_attention = False
-        self.handwritten = HandwrittenCalls(self, model)
+        self.handwritten = HandwrittenCalls(self, self.frames.modules)
         self.streams = Streams()
         self.projections = ProjectionTracker(self)
         self.reported: set[str] = set()  # names of modules whose attention was reported
@@ -93,7 +93,7 @@ class AttentionCapture:
             self.frames.install()
             huggingface.start(self)
             stack.callback(huggingface.stop, self)
-            eager_mode.start(self.frames.root)
+            eager_mode.start(self.frames.modules)
             stack.callback(eager_mode.stop)
             mode = CaptureMode(self)
             mode.__enter__()
@@ -190,10 +190,16 @@ class AttentionCapture:
         with torch.no_grad(), torch._C.DisableTorchFunction():
             self.projections.find(attention, frame)
             seen = self.see(attention)
-            if attention.output is None:
+            if attention.output is None or not (any_row or seen is None or bool(seen.all())):
                 return None
             self.projections.expect(attention, frame)
-            return attention.output if any_row or seen is None or bool(seen.all()) else None
+        return attention.output
+
+    def computed_by_model(self, frame: Frame, attention: ObservedCall, output: Tensor) -> None:
+        """`compute` gave None, and the model's own function gave this output (B, H, N, E)."""
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            attention.output = output.detach()
+            self.projections.expect(attention, frame)
 
     # Modules that begin and end
 

@@ -24,8 +24,8 @@ class _EagerMode:
         self.lock, self.count, self.undo = threading.Lock(), 0, ExitStack()
         self.compile_disabled = False
 
-    def start(self, model: nn.Module) -> None:
-        """Count one more capture, of a model."""
+    def start(self, modules: list[nn.Module]) -> None:
+        """Count one more capture, of a model with these modules."""
         with self.lock:
             self.count += 1
             flex = sys.modules.get("torch.nn.attention.flex_attention")
@@ -33,7 +33,7 @@ class _EagerMode:
                 self.undo.callback(setattr, flex, _DISABLE_FLEX_COMPILE, getattr(flex, _DISABLE_FLEX_COMPILE))
                 setattr(flex, _DISABLE_FLEX_COMPILE, True)
             # If nothing was compiled yet, and nothing will be, the compiler is not imported.
-            if not self.compile_disabled and ("torch._dynamo" in sys.modules or uses_flex_attention(model)):
+            if not self.compile_disabled and ("torch._dynamo" in sys.modules or uses_flex_attention(modules)):
                 self.undo.enter_context(torch.compiler.set_stance("force_eager"))
                 self.compile_disabled = True
 

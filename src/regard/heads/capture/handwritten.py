@@ -66,12 +66,14 @@ class HandwrittenTracer:
     """Follows the torch functions of one thread. Notes are kept beside the tensors, which are not touched.
 
     Args:
-        model: its parameters, and buffers (K, E), which may be codebooks, do not depend on the model's input.
+        modules: of the model; their parameters, and buffers (K, E), which may be codebooks, do not depend on its input.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, modules: list[nn.Module]) -> None:
         self.notes: TensorNotes[Note] = TensorNotes()
-        self.fixed = {id(x): x for x in (*model.parameters(), *(b for b in model.buffers() if b.dim() == 2))}
+        parameters = [x for module in modules for x in module._parameters.values() if x is not None]
+        buffers = [x for module in modules for x in module._buffers.values() if x is not None and x.dim() == 2]
+        self.fixed = {id(x): x for x in (*parameters, *buffers)}
         self.origins: list[Origin] = []  # all softmaxes, in order, until the caller has asked how they were used
         self.where: Any = None  # set by the caller: the frame of the module call in progress
 

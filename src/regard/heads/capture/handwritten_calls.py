@@ -31,9 +31,9 @@ __all__ = ["HandwrittenCalls"]
 class HandwrittenCalls:
     """The handwritten attention of a capture's model."""
 
-    def __init__(self, capture: AttentionCapture, model: nn.Module) -> None:
+    def __init__(self, capture: AttentionCapture, modules: list[nn.Module]) -> None:
         self.capture = capture
-        self.tracer = HandwrittenTracer(model)
+        self.tracer = HandwrittenTracer(modules)
         self.waiting: list[Weighed] = []  # products that were not reported yet
 
     def clear(self) -> None:
@@ -148,6 +148,7 @@ class HandwrittenCalls:
                 attention = self.capture.describe(frame, shape, product.stream, weights=weights, output=output)
                 attention.values = product.values
             self.capture.projections.find(attention, frame)
+            self.capture.projections.expect(attention, frame)
             self.capture.see(attention)
         if reported is not None:
             reported[1] = attention

@@ -94,9 +94,9 @@ def _interface() -> Any:
     return interface if hasattr(interface, "get_interface") else None
 
 
-def uses_flex_attention(model: nn.Module) -> bool:
-    """Whether a model of transformers, or a part of one, is configured for `flex_attention`, which is compiled."""
-    configs = (getattr(module, "config", None) for module in model.modules())
+def uses_flex_attention(modules: list[nn.Module]) -> bool:
+    """Whether a model of transformers among these, or a part of one, uses `flex_attention`, which is compiled."""
+    configs = (getattr(module, "config", None) for module in modules)
     return any(getattr(config, "_attn_implementation", None) == "flex_attention" for config in configs)
 
 

@@ -106,6 +106,8 @@ class Frame:
 
     def token_ids(self) -> list[Tensor]:
         """Integer inputs (B, n) that may be token ids."""
+        if not any(_is_ids(x) for x in self.args) and not any(_is_ids(x) for x in self.kwargs.values()):
+            return []  # as for most modules
         return [x for name, x in self.named().items() if _is_ids(x) and not any(word in name for word in NOT_TOKEN_IDS)]
 
 
@@ -158,10 +160,11 @@ class ModuleStack:
     on_elsewhere: Callable[[list[str]], None] | None = None
 
     def __post_init__(self) -> None:
-        self.modules = [module for _, module in self.root.named_modules()]
+        named = list(self.root.named_modules())
+        self.modules = [module for _, module in named]
         self.leaves = False  # whether layers of torch without children are followed, too
         # By the id of their dict of hooks, which replicas made by `nn.DataParallel` share with the original module.
-        self.names = {id(m._forward_hooks): name or type(m).__name__ for name, m in self.root.named_modules()}
+        self.names = {id(m._forward_hooks): name or type(m).__name__ for name, m in named}
         self.thread = 0
         self.handles: list[Any] = []
         self.entered: set[str] = set()  # names of the modules that were called

@@ -67,7 +67,10 @@ def _scaled_dot_product_attention(
         if call is not None:
             attention = capture.describe(frame, call.shape, capture.streams.of(query), call=call)
             computed = capture.compute(frame, attention)
-            return func(*args, **kwargs) if computed is None else computed
+            if computed is None:
+                computed = func(*args, **kwargs)
+                capture.computed_by_model(frame, attention, computed)
+            return computed
     out = func(*args, **kwargs)
     if query.is_nested:
         raise bad_value(
@@ -178,7 +181,7 @@ class _AttendObserver:
         if out is not None:
             return self.capture.report(self.frame, attention, out)
         computed = self.capture.compute(self.frame, attention, any_row=True)
-        return compute() if computed is None else computed
+        return compute() if computed is None else computed  # (None: the layer was not asked for)
 
 
 def _registered(capture: AttentionCapture, frame: Frame, func: Any, args: Args, kwargs: Kwargs) -> Tensor:

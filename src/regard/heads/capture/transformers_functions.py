@@ -91,14 +91,7 @@ def capture_function(
         candidates = _candidate_calls(how, arguments)
         call = next(candidates)
     if _may_compute(capture, how, arguments):
-        frame = capture.frames.current(module)
-        assert frame is not None
-        attention = capture.describe(frame, call.shape, capture.streams.of(arguments.query), call=call)
-        heads = capture.compute(frame, attention)
-        with _inside_attention(capture):
-            result = arguments.run(compute) if heads is None else (heads.transpose(1, 2).contiguous(), None)
-        capture.streams.hand_on((arguments.query,), result)
-        return result
+        return _compute(capture, call, arguments, compute)
     certain = how.trusted or bool(arguments.options.get("dropout"))
     if how.masks == "eager" and _can_skip_weights(capture, call, arguments.options):
         compute, certain = large_calls.eager_function(call), True
@@ -108,8 +101,8 @@ def capture_function(
     assert frame is not None
     query = arguments.query
     capture.streams.hand_on((query,), result)
-    out, *rest = result  # out (B, N, H, E), or with merged heads
-    output = (out if out.dim() == 4 else out.unflatten(-1, (query.shape[1], -1))).transpose(1, 2)
+    out, *rest = result
+    output = _heads(out, query)
     computed: Call | Tensor | None = call
     # An outer capture may have changed the output: then it cannot be compared.
     if not certain and not any(x.changes for x in huggingface.observers() if x is not capture):
@@ -130,6 +123,29 @@ def capture_function(
         attention = capture.describe(frame, call.shape, capture.streams.of(query), call=call)
     heads = capture.report(frame, attention, output).transpose(1, 2).reshape(out.shape)
     return (heads, *rest) if capture.changes else result
+
+
+def _heads(out: Tensor, query: Tensor) -> Tensor:
+    """The heads' outputs (B, H, N, E) from the result of a function: (B, N, H, E), or with merged heads."""
+    return (out if out.dim() == 4 else out.unflatten(-1, (query.shape[1], -1))).transpose(1, 2)
+
+
+def _compute(capture: AttentionCapture, call: Call, arguments: _Arguments, own_function: Any) -> tuple[Tensor, Any]:
+    """The result of an attention function, computed in one pass with what is measured; by the function itself where a
+    query sees nothing."""
+    query = arguments.query
+    frame = capture.frames.current(arguments.module)
+    assert frame is not None
+    attention = capture.describe(frame, call.shape, capture.streams.of(query), call=call)
+    heads = capture.compute(frame, attention)
+    if heads is not None:
+        result = heads.transpose(1, 2).contiguous(), None
+    else:
+        with _inside_attention(capture):
+            result = arguments.run(own_function)
+        capture.computed_by_model(frame, attention, _heads(result[0], query))
+    capture.streams.hand_on((query,), result)
+    return result
 
 
 @contextmanager

@@ -9,7 +9,7 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -51,13 +51,24 @@ class Chunk:
 
     queries: int
     runs: list[slice]  # of `numbers`
-    found: Measurements
+    measurements: Measurements | Callable[[], Measurements]  # or what gives them, when they are first asked for
     padding: Tensor | None = None  # (B, 1, N) True for padding queries; None if there is no padding
     call: Call | None = None  # if it was kept; without k and v if `SequenceRecord.keys` has them
     weights: Tensor | None = None  # (B, H, N, M) of handwritten attention, if they were kept
     output: Tensor | None = None  # (B, H, N, E) if it was kept
     input: Tensor | None = None  # (B, N, W) if it was kept and known
     projection: Projection | None = None  # where it is known
+
+    @property
+    def found(self) -> Measurements:
+        """What was measured."""
+        if not isinstance(self.measurements, Measurements):
+            self.measurements = self.measurements()
+        return self.measurements
+
+    @found.setter
+    def found(self, measurements: Measurements) -> None:
+        self.measurements = measurements
 
     @property
     def numbers(self) -> Tensor:

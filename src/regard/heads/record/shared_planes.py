@@ -18,70 +18,65 @@ from torch import Tensor
 from regard.heads.capture.observed import ObservedCall
 from regard.heads.record.chunk_plane import chunk_plane
 from regard.heads.record.sequences import SequenceRecord, padding
-from regard.heads.record.uniform import uniform_measurements
+from regard.heads.record.uniform import UniformBaseline
 from regard.masks import Mask
-from regard.measures import Measure, Measurements, Plane
+from regard.measures import Measure, Plane
 
-__all__ = ["SharedPlanes"]
+__all__ = ["SharedPlane", "SharedPlanes"]
 
 MOST = 8  # that are kept: layers take turns with few masks
 
 
 @dataclass
-class _Known:
+class SharedPlane:
     """What layers that agree share. The attention keeps its tensors alive, so that no others have their addresses."""
 
     attention: ObservedCall
-    padding: Tensor | None  # (B, 1, N)
+    padding: Tensor | None  # (B, 1, N), as `sequences.padding` gives it
     planes: dict[Any, Plane] = field(default_factory=dict)
-    baselines: dict[Any, Measurements] = field(default_factory=dict)
+    baselines: dict[Any, Any] = field(default_factory=dict)
+
+    def plane(self, attention: ObservedCall, text: SequenceRecord, numbers: Tensor) -> Plane:
+        """`chunk_plane` of one of these layers."""
+        key = _history(text)
+        plane = self.planes.get(key)
+        if plane is None:
+            plane = self.planes[key] = chunk_plane(attention, text, numbers)
+        call = attention.call
+        if call is None or attention is self.attention:
+            return plane
+        own = replace(plane, heads=attention.shape[1], values=call.v, out_weight=attention.out_weight)
+        return own.sharing(plane.shared)
+
+    def baseline(self, attention: ObservedCall, measures: list[Measure], text: SequenceRecord, plane: Plane) -> Any:
+        """`UniformBaseline` of one of these layers."""
+        key = _history(text)
+        if key not in self.baselines:
+            self.baselines[key] = UniformBaseline.of(attention, measures, plane)
+        return self.baselines[key]
 
 
 class SharedPlanes:
     """The planes of the layers of one watch."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, _Known] = {}
+        self._known: dict[Any, SharedPlane] = {}
 
-    def _of(self, attention: ObservedCall) -> _Known:
+    def of(self, attention: ObservedCall) -> SharedPlane:
+        """What is known of an attention and of those before it that agree with it."""
         call = attention.call
         if call is None:
-            return _Known(attention, padding(attention))
+            return SharedPlane(attention, padding(attention))
         batch, _, n, m = attention.shape
         tensors = (attention.ids, call.positions, call.key_positions, attention.numbers)
-        ids = tuple(None if x is None else x.data_ptr() for x in tensors)
+        ids = tuple([None if x is None else x.data_ptr() for x in tensors])
         key = (attention.forward, attention.kind, batch, n, m, call.q_start, call.dtype, ids, _mask_key(call.mask))
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= MOST:
                 self._known.clear()
-            known = self._known[key] = _Known(attention, padding(attention))
+            known = self._known[key] = SharedPlane(attention, padding(attention))
         return known
-
-    def padding(self, attention: ObservedCall) -> Tensor | None:
-        """`sequences.padding`"""
-        return self._of(attention).padding
-
-    def plane(self, attention: ObservedCall, text: SequenceRecord, numbers: Tensor) -> Plane:
-        """`chunk_plane`"""
-        known, key = self._of(attention), _history(text)
-        plane = known.planes.get(key)
-        if plane is None:
-            plane = known.planes[key] = chunk_plane(attention, text, numbers)
-        call = attention.call
-        if call is None or attention is known.attention:
-            return plane
-        own = replace(plane, heads=attention.shape[1], values=call.v, out_weight=attention.out_weight)
-        return own.sharing(plane.shared)
-
-    def baseline(
-        self, attention: ObservedCall, measures: list[Measure], text: SequenceRecord, plane: Plane
-    ) -> Measurements:
-        """`uniform_measurements`"""
-        known, key = self._of(attention), _history(text)
-        if key not in known.baselines:
-            known.baselines[key] = uniform_measurements(attention, measures, plane)
-        return known.baselines[key]
 
 
 def _history(text: SequenceRecord) -> tuple[Any, ...]:

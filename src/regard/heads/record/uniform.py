@@ -5,7 +5,8 @@ Letters: B batch, H query heads, N queries, M keys.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from regard.masks.runs import key_runs, runs_of_pairs
 from regard.measures import Measure, Measurements, Plane
 from regard.measures.uniform import closed_forms, measure_uniform
 
-__all__ = ["uniform_measurements"]
+__all__ = ["UniformBaseline", "uniform_measurements"]
 
 
 def uniform_measurements(attention: ObservedCall, measures: list[Measure], plane: Plane) -> Measurements:
@@ -44,6 +45,44 @@ def uniform_measurements(attention: ObservedCall, measures: list[Measure], plane
     values = found.values | rest.values
     in_order = {name: values[name] for measure in able for name in measure.gives if name in values}
     return Measurements(in_order, found.seen, found.counts | rest.counts)
+
+
+@dataclass
+class UniformBaseline:
+    """The uniform measurements of an attention call, computed when they are first asked for, which is rare. Only for
+    masks that are made of numbers; tensors might be large, or be written over meanwhile."""
+
+    attention: ObservedCall
+    measures: list[Measure]
+    plane: Plane
+    found: Measurements | None = None
+
+    @staticmethod
+    def of(attention: ObservedCall, measures: list[Measure], plane: Plane) -> Callable[[], Measurements] | Measurements:
+        """Deferred if that is possible; else the measurements."""
+        call = attention.call
+        made_of_numbers = call is not None and (call.mask is None or not list(call.mask.tensors()))
+        if call is None or not made_of_numbers or not call.contiguous:
+            return uniform_measurements(attention, measures, plane)
+        few = call.k[:, :1, :1, :1].detach()  # no tensor of the model stays alive
+        nothing = few.new_empty(1).expand(call.shape[0], 1, call.shape[3], 1)
+        uniform = replace(call, q=few.new_empty(1).expand(call.shape[0], 1, call.shape[2], 1), k=nothing, v=nothing)
+        light = ObservedCall(
+            "", attention.module, attention.forward, attention.kind, replace(uniform, sinks=None, biases=())
+        )
+        light.padding, light.numbers = attention.padding, attention.numbers
+        copied = {name: _copy(getattr(plane, name)) for name in ("ids", "key_ids", "text_ids")}
+        return UniformBaseline(light, measures, replace(plane, values=None, out_weight=None, **copied))
+
+    def __call__(self) -> Measurements:
+        """The measurements."""
+        if self.found is None:
+            self.found = uniform_measurements(self.attention, self.measures, self.plane)
+        return self.found
+
+
+def _copy(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.clone()
 
 
 def _runs(attention: ObservedCall) -> tuple[Tensor, Tensor] | None:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from regard.errors import bad_type
 from regard.heads.capture import huggingface, unseen
+from regard.heads.capture.closed_modules import ClosedModules
 from regard.heads.capture.eager_mode import eager_mode
 from regard.heads.capture.function_modes import CaptureMode, follow_other_thread
 from regard.heads.capture.handwritten import FUNCTIONS
@@ -37,7 +38,7 @@ from regard.heads.capture.module_stack import Frame, ModuleStack
 from regard.heads.capture.observed import ObservedCall
 from regard.heads.capture.output_projection import ProjectionTracker
 from regard.heads.capture.streams import Streams
-from regard.heads.capture.torch_functions import handler_of
+from regard.heads.capture.torch_functions import AttendObserver, handler_of
 from regard.heads.capture.transformers_functions import capture_function
 from regard.tracing import is_eager, traced
 
@@ -62,6 +63,7 @@ class AttentionCapture:
         self.frames.on_elsewhere = partial(follow_other_thread, self)
         # Re-entrancy guard: ignore torch functions called inside an attention that is being recorded.
         self.inside_attention = False
+        self.closed = ClosedModules(model)
         self.handwritten = HandwrittenCalls(self, self.frames.modules)
         self.streams = Streams()
         self.projections = ProjectionTracker(self)
@@ -95,9 +97,10 @@ class AttentionCapture:
             stack.callback(huggingface.stop, self)
             eager_mode.start(self.frames.modules)
             stack.callback(eager_mode.stop)
-            mode = CaptureMode(self)
-            mode.__enter__()
-            stack.callback(mode.end)
+            self.mode = CaptureMode(self)
+            self.mode.__enter__()
+            stack.callback(self.mode.end)
+            stack.callback(self.closed.leave)
             self._stack = stack.pop_all()
         return self
 
@@ -207,8 +210,11 @@ class AttentionCapture:
         ids = frame.token_ids()
         if len(ids) > 1:  # of a source and a target, for example
             self.streams.begin(ids)
+        if not self.streams.on and not self.inside_attention:
+            self.closed.began(frame, self.mode, AttendObserver(self))
 
     def _module_ended(self, frame: Frame, output: Any) -> None:
+        self.closed.ended(frame)
         self.projections.module_ended(frame)
         if self.streams.on:  # (the module may have computed its output without torch functions)
             self.streams.hand_on((frame.args, *frame.kwargs.values()), output)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from regard.heads.module_names import CROSS_ATTENTION_INPUTS, NOT_TOKEN_IDS
 
-__all__ = ["Frame", "ModuleStack"]
+__all__ = ["Frame", "ModuleStack", "is_leaf_of_torch"]
 
 
 @dataclass
@@ -129,7 +129,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _is_leaf_of_torch(module: nn.Module) -> bool:
+def is_leaf_of_torch(module: nn.Module) -> bool:
     """Whether a module is a layer of torch without children (`nn.Linear`, `nn.LayerNorm`, ...), which computes no
     attention. Hooks would cost more than many of these layers, and keep `regard.onednn` from fusing them."""
     return type(module).__module__.startswith("torch.nn.modules.") and not module._modules
@@ -176,7 +176,7 @@ class ModuleStack:
         for module in self.modules:
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # compiled: nothing can be seen inside
-            if not self.leaves and module is not self.root and _is_leaf_of_torch(module):
+            if not self.leaves and module is not self.root and is_leaf_of_torch(module):
                 continue
             self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             self.handles.append(module.register_forward_hook(self._leave, always_call=True))

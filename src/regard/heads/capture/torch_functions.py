@@ -155,32 +155,35 @@ def _varlen_attn(capture: AttentionCapture, frame: Frame, func: Any, args: Args,
 
 def _attend(capture: AttentionCapture, frame: Frame, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """`regard.attend` hands over the call itself, where it runs: see `kernels/run.py`."""
-    with observed_by(_AttendObserver(capture, frame, capture.streams.of(args[0]))):
+    with observed_by(AttendObserver(capture, frame, capture.streams.of(args[0]))):
         return func(*args, **kwargs)
 
 
 @dataclass
-class _AttendObserver:
-    """Observes one `regard.attend`."""
+class AttendObserver:
+    """Observes one `regard.attend`, or all in a module that calls nothing else."""
 
     capture: AttentionCapture
-    frame: Frame
-    stream: Tensor | None  # the token ids of the queries, if they are followed
+    frame: Frame | None = None  # the innermost that is running, if it is not given
+    stream: Tensor | None = None  # the token ids of the queries, if they are followed
 
     def attention(self, call: Call, compute: Callable[[], Tensor], kernel: str) -> Tensor:
+        frame = self.frame or self.capture.frames.current()
+        if frame is None or self.capture.inside_attention:
+            return compute()
         one_pass = kernel == "auto" and call.dropout is None and self.capture.may_compute(*call.learned())
         out = None if one_pass else compute()
         call = call.detached()
-        attention = self.capture.describe(self.frame, call.shape, self.stream, call=call)
-        cache = self.frame.given("cache")
+        attention = self.capture.describe(frame, call.shape, self.stream, call=call)
+        cache = frame.given("cache")
         if isinstance(cache, RollingCache):  # it holds the first tokens of the sequence, then the last ones
             length, first = call.shape[3], cache.keep_first
             attention.cache = cache
             attention.numbers = torch.arange(length, device=call.q.device)
             attention.numbers[first:] += cache.seen - length
         if out is not None:
-            return self.capture.report(self.frame, attention, out)
-        computed = self.capture.compute(self.frame, attention, any_row=True)
+            return self.capture.report(frame, attention, out)
+        computed = self.capture.compute(frame, attention, any_row=True)
         return compute() if computed is None else computed  # (None: the layer was not asked for)
 
 

@@ -138,7 +138,7 @@ def layer(rows: Rows) -> str:
         times = row["seconds"]
         name = f"{row['mode']}{' with dropout' * bool(row['dropout'])}, {row['case'].replace('x', ' x ')}"
         lines.append([name, *(ratio(times["regard"], times[peer]) for peer in peers)])
-    return markdown(["our time / theirs", *(names.get(peer, peer) for peer in peers)], lines)
+    return markdown(["our time / theirs", *(str(names.get(peer, peer)) for peer in peers)], lines)
 
 
 def models(rows: Rows) -> str:

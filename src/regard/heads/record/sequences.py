@@ -21,12 +21,12 @@ from torch.utils._pytree import tree_map_only
 from regard.attention import measure_call, plane_of
 from regard.heads.capture.observed import ObservedCall
 from regard.heads.capture.output_projection import Projection
+from regard.heads.record.chunk_plane import chunk_plane, known_of_padding, usable
 from regard.kernels import Call
 from regard.kernels.precision import fixed_precision
 from regard.kernels.run import weights as exact_weights
 from regard.masks import Causal, Documents, Keep, Padding, Prefix, Window
 from regard.measures import Measure, Measurements, MeasureRun, Plane, Strip, TopLinks
-from regard.measures.base import NO_TOKEN
 
 __all__ = [
     "Chunk",
@@ -181,54 +181,21 @@ def _hidden_keys(attention: ObservedCall) -> Tensor | None:
     return None if hidden is None or not hidden.any() else hidden.expand(batch, -1)
 
 
-def _known_of_padding(text: SequenceRecord, padding: Tensor | None, numbers: Tensor) -> dict[str, Any]:
-    """Arguments of `Plane`: padding queries (B, N), padding among the keys `numbers` (M,), and first tokens (B,)."""
-    known: dict[str, Any] = {"padding": padding, "key_padding": None, "first": None}
-    if text.key_padding is not None:
-        of_keys = text.key_padding[:, numbers]
-        first = text.key_padding.to(torch.uint8).argmin(1)
-        known |= {"key_padding": of_keys if of_keys.any() else None, "first": first if first.any() else None}
-    return known
-
-
 def measured(attention: ObservedCall, measures: list[Measure], text: SequenceRecord, numbers: Tensor) -> Measurements:
     """The results of some measures for one attention call, whose keys are tokens `numbers` (M,) of the sequence."""
-    batch, heads, n, m = attention.shape
-    ids = None
-    if text.ids is not None and attention.kind == "self" and text.ids.shape[1] > int(numbers[-1]):
-        ids = text.ids
-        if text.key_padding is not None:
-            ids = ids.expand(batch, -1).masked_fill(text.key_padding[:, : ids.shape[1]], NO_TOKEN)
-    key_ids = None if ids is None else ids[:, numbers]
-    usable = [
-        one
-        for one in measures
-        if not (one.needs_ids and getattr(one, "ids", None) is None and key_ids is None)
-        and not (one.needs_out_weight and getattr(one, "out_weight", None) is None and attention.out_weight is None)
-    ]
-    hidden = None if attention.padding is None else attention.padding[:, 0]
-    known: dict[str, Any] = {"key_ids": key_ids, "ids": attention.ids, "text_ids": ids}
-    known |= _known_of_padding(text, hidden, numbers)
     call, weights = attention.call, attention.weights
-    if call is not None and attention.gather_heads is not None:
-        return _measured_over_processes(attention, usable, text, numbers)
+    plane = chunk_plane(attention, text, numbers)
+    able = usable(measures, plane)
     if call is not None:
-        plane = replace(plane_of(call), values=call.v, out_weight=attention.out_weight, **known)
-        if attention.kind == "self" and (text.pieces or attention.numbers is not None):
-            # positions that were passed to the call are right (texts of several lengths), unless a cache renumbers them
-            given = call.positions is not None and attention.numbers is None
-            queries = plane.q_positions if given else numbers[None, m - n :]
-            plane = replace(plane, numbers=numbers, k_positions=numbers[None], q_positions=queries)
-        return measure_call(call, usable, plane=plane)
+        if attention.gather_heads is not None:
+            return _measured_over_processes(attention, able, text, numbers)
+        return measure_call(call, able, plane=plane)
     assert weights is not None
-    weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
-    first = int(numbers[-1]) + 1 - n if m else 0
-    queries = torch.arange(first, first + n, device=weights.device)[None]
-    plane = Plane(batch, heads, n, m, queries, numbers[None], weights.dtype, numbers=numbers, **known)
-    usable = [one for one in usable if not one.needs_out_weight]  # a model that wrote it by hand named no projection
-    everything = (slice(0, batch), slice(0, heads), slice(0, n), [slice(0, m)])
+    weights = weights.to(plane.dtype)
+    able = [one for one in able if not one.needs_out_weight]  # a model that wrote it by hand named no projection
+    everything = (slice(0, plane.batch), slice(0, plane.heads), slice(0, plane.queries), [slice(0, plane.keys)])
     with fixed_precision(weights):
-        survey = MeasureRun(usable, plane)
+        survey = MeasureRun(able, plane)
         survey.add(Strip(plane, *everything, weights=weights, mass=weights.sum(-1)))
     return survey.result()
 
@@ -285,7 +252,7 @@ def remeasured(text: SequenceRecord, measures: list[Measure], *, slots: bool = F
     token."""
     only = text.pieces[0] if len(text.pieces) == 1 else None
     device = text.pieces[0].found.seen.device
-    known = {} if slots else _known_of_padding(text, text.padding, torch.arange(text.total, device=device))
+    known = {} if slots else known_of_padding(text, text.padding, torch.arange(text.total, device=device))
     if only is not None and only.call is not None and text.keys:  # as it was measured when it was seen
         call = replace(only.call, k=text.keys[0], v=text.keys[0])
         return measure_call(call, measures, plane=replace(plane_of(call), **known)).values

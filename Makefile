@@ -106,6 +106,7 @@ bench: $(VENV)/.installed-bench $(VENV)/.installed-weights
 	$(RUN) benchmarks/looking.py
 	$(RUN) benchmarks/prune.py
 	$(RUN) benchmarks/pages.py
+	$(RUN) benchmarks/tables.py
 
 clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

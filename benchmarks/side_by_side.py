@@ -55,9 +55,20 @@ def machine() -> dict[str, object]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
+        "cpu": cpu_name(),
         "processor": platform.machine(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
     }
+
+
+def cpu_name() -> str:
+    """The CPU's model, as the system names it; else its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names and names[0] else platform.processor() or platform.machine()
 
 
 def save(path: str, rows: list[dict[str, object]]) -> None:

@@ -148,9 +148,9 @@ def test_a_chunk_whose_keys_are_some_tokens_of_a_text() -> None:
 
 def test_the_numbers_of_a_causal_text() -> None:
     tile = tile_of(5, 5)
-    found = measure_uniform(
-        as_measures(["entropy", "received", "offset", "peak"]), plane_at(tile), *key_runs(Causal(), tile)
-    )  # type: ignore[misc]
+    runs = key_runs(Causal(), tile)
+    assert runs is not None
+    found = measure_uniform(as_measures(["entropy", "received", "offset", "peak"]), plane_at(tile), *runs)
     torch.testing.assert_close(found["entropy"][0, 0], torch.tensor([math.log(i) for i in range(1, 6)]))
     torch.testing.assert_close(found["received"][1, 0], torch.tensor([137 / 60, 77 / 60, 47 / 60, 27 / 60, 12 / 60]))
     assert found["offset"][0, 0].tolist() == [0.0, -0.5, -1.0, -1.5, -2.0]

@@ -1,0 +1,148 @@
+"""The tables of figures in the README and in docs/ are what benchmarks/results says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "benchmarks" / "tables.py"
+PAGES = ("README.md", "docs/performance.md", "docs/kernel.md")
+MACHINE = {"cpu": "A Fine CPU", "processor": "x86_64", "instructions": "AVX2", "threads": 2, "torch": "2.13.0"}
+
+
+def tables(root: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), "--root", str(root), *options]
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Pages without a table, and no results."""
+    for name in PAGES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("No figures.\n", encoding="utf-8")
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    return tmp_path
+
+
+def result(root: Path, file: str, rows: list[dict[str, Any]], **machine: Any) -> None:
+    path = root / "benchmarks" / "results" / f"{file}.json"
+    path.write_text(json.dumps({"machine": MACHINE | machine, "rows": rows}), encoding="utf-8")
+
+
+def table_of(root: Path, name: str) -> list[str]:
+    """The lines that are written for one table."""
+    page = root / "README.md"
+    page.write_text(f"Before.\n\n<!-- table: {name} -->\nold\n<!-- /table -->\n\nAfter.\n", encoding="utf-8")
+    done = tables(root)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert [*lines[:3], *lines[-3:]] == ["Before.", "", f"<!-- table: {name} -->", "<!-- /table -->", "", "After."]
+    assert tables(root, "--check").returncode == 0
+    return lines[3:-3]
+
+
+def test_no_table_is_stale() -> None:
+    done = tables(ROOT, "--check")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_stale_table_is_named_and_left_alone(root: Path) -> None:
+    for name in PAGES:
+        shutil.copy(ROOT / name, root / name)
+    shutil.copytree(ROOT / "benchmarks" / "results", root / "benchmarks" / "results", dirs_exist_ok=True)
+    assert tables(root, "--check").returncode == 0
+    path = root / "benchmarks" / "results" / "endless.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    found["rows"][0]["perplexity"]["KVCache"] = 99.0
+    path.write_text(json.dumps(found), encoding="utf-8")
+    done = tables(root, "--check")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[0] == "docs/performance.md: table endless is not what its file says"
+    for name in PAGES:
+        assert (root / name).read_bytes() == (ROOT / name).read_bytes()
+    assert tables(root).returncode == 0
+    assert "| 0 - 4,096 | 11.4 | 99.0 |" in (root / "docs" / "performance.md").read_text(encoding="utf-8")
+
+
+def test_markers_that_are_wrong(root: Path) -> None:
+    page = root / "README.md"
+    for text, message in (
+        ("<!-- table: watching -->\n<!-- /table -->\n", "watching.json, which is not there; remedy: run the benchmark"),
+        ("<!-- table: nothing -->\n<!-- /table -->\n", "table nothing: expected one of kernels, "),
+        ("<!-- table: layer -->\nno end\n", "received one without the other"),
+    ):
+        page.write_text(text, encoding="utf-8")
+        for options in ((), ("--check",)):
+            done = tables(root, *options)
+            assert done.returncode == 1
+            assert message in done.stderr
+        assert page.read_text(encoding="utf-8") == text
+
+
+def test_watching(root: Path) -> None:
+    row = {"model": "bert-base sizes, transformers sdpa", "tokens": 2048, "blind": 2.0, "watched": 2.2}
+    rows = [row | {"exact": 3.0, "eager": 8.5, "other": {}, "difference": 0.0}]
+    rows += [row | {"tokens": 8192, "exact": None, "eager": None, "other": {}, "difference": 0.0}]
+    result(root, "watching", rows)
+    assert table_of(root, "watching") == [
+        "Measured on: A Fine CPU, 2 threads, torch 2.13.0.",
+        "",
+        "| model | tokens | watched / blind | `exact=True` / blind | eager with maps / blind |",
+        "| --- | --- | --- | --- | --- |",
+        "| bert-base sizes, transformers sdpa | 2,048 | 1.10 | 1.50 | 4.25 |",
+        "| bert-base sizes, transformers sdpa | 8,192 | 1.10 | not run | not run |",
+    ]
+
+
+def test_small_calls(root: Path) -> None:
+    rows: list[dict[str, Any]] = [{"what": "attend, 1 x 16", "ours": 12.5e-6, "peers": {"SDPA": 10e-6}}]
+    rows += [{"what": "layer, 1 x 16", "ours": 1e-3, "peers": {"SDPA": 2e-3, "nn.MHA": 4e-3}}]
+    result(root, "small_calls", rows, threads=1)
+    assert table_of(root, "small-calls") == [
+        "Measured on: A Fine CPU, 1 thread, torch 2.13.0.",
+        "",
+        "| our time / theirs | ours | SDPA | nn.MHA |",
+        "| --- | --- | --- | --- |",
+        "| attend, 1 x 16 | 12.5 us | 1.25 |  |",
+        "| layer, 1 x 16 | 1,000.0 us | 0.50 | 0.25 |",
+    ]
+
+
+def test_headline(root: Path) -> None:
+    times = {"SDPA": 3.0, "SDPA apart": 2.0, "attend": 0.8, "looking": 1.0, "dense": 7.04}
+    of = {"what": "headline", "width": 64}
+    rows: list[dict[str, Any]] = [of | {"causal": True, "tokens": 512, "seconds": times | {"looking": 4.0}}]
+    rows += [of | {"causal": False, "tokens": 512, "seconds": times}]
+    del (short := dict(times))["dense"]
+    rows += [of | {"causal": causal, "tokens": 8192, "seconds": short} for causal in (False, True)]
+    result(root, "headline", rows)
+    assert table_of(root, "headline")[4:] == [
+        "| D = 64, 512 tokens: full, causal | 2.00, 0.50 | 1.25, 5.00 | 7.0, 1.8 |",
+        "| D = 64, 8,192 tokens: full, causal | 2.00, 2.00 | 1.25, 1.25 | not run |",
+    ]
+
+
+def test_memory(root: Path) -> None:
+    held = {"SDPA": 8e6, "default": 9e6, "every": 25e6, "all": 56e6}
+    estimated = {"dense": {"seconds": 1.0, "bytes": 28e9}}
+    rows: list[dict[str, Any]] = [{"what": "layer", "case": "causal", "tokens": 16384, "bytes": held}]
+    result(root, "looking", [rows[0] | {"estimated": estimated}, {"what": "model", "case": "", "tokens": 1}])
+    assert table_of(root, "memory")[4:] == ["| 16,384 | 8.0 MB | 9.0 MB | 25.0 MB | 56.0 MB | about 28.0 GB |"]
+
+
+def test_the_machine_of_an_older_file(root: Path) -> None:
+    result(root, "endless", [{"begin": 0, "end": 4096, "perplexity": {"KVCache": 10.84}}], cpu=None)
+    assert table_of(root, "endless")[0] == "Measured on: x86_64 with AVX2, 2 threads, torch 2.13.0."
+
+
+def test_prune(root: Path) -> None:
+    result(root, "prune", json.loads((ROOT / "benchmarks/results/prune.json").read_text(encoding="utf-8"))["rows"])
+    assert table_of(root, "prune")[2].startswith("| time (parameters) / whole | 1/4 removed |")

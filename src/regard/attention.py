@@ -215,7 +215,8 @@ def measure_call(
     with torch.no_grad(), fixed_precision(call.q):
         measuring = MeasureRun(measures, plane_of(call) if plane is None else plane)
         out, lse = run_measured(call, measuring, output=output and not wants_gradient, kernel=kernel)
-        results = replace(measuring.result(lse), output=out)
+        results = measuring.result(lse)
+        results.output = out
     if wants_gradient:
         results.output = run(call, kernel)
     return results

@@ -18,7 +18,7 @@ from regard.heads.capture.cache_tracking import SequenceTracker, trimmed
 from regard.heads.capture.capture import AttentionCapture
 from regard.heads.capture.observed import ObservedCall
 from regard.heads.record.record import LayerRecord, Record
-from regard.heads.record.sequences import Chunk, SequenceRecord, measured, runs
+from regard.heads.record.sequences import Chunk, SequenceRecord, measured
 from regard.heads.record.shared_planes import SharedPlanes
 from regard.measures import MeasureLike, as_measures
 from regard.measures.run import DEFAULT
@@ -135,13 +135,13 @@ class watch(AttentionCapture):
             fits = ids is not None and ids.shape[0] == text.ids.shape[0]
             text.ids = torch.cat([text.ids, ids], 1) if fits else None  # type: ignore[list-item]
         text.total = total
-        numbers = attention.numbers
-        if numbers is None:
-            numbers = torch.arange(total - m, total, device=attention.device)
+        numbers = shared.numbers(attention, total)
         text.place_padding(attention, attention.padding)
         plane = shared.plane(attention, text, numbers)
         measurements = measured(attention, self.measures, plane)
-        piece = Chunk(n, runs(numbers), measurements, attention.padding, projection=attention.projection)
+        piece = Chunk(
+            n, shared.runs(attention, total), measurements, attention.padding, projection=attention.projection
+        )
         self._keep(text, piece, attention, goes_on)
         if layer.uniform is None:
             layer.uniform = LayerRecord(name, attention.kind, self.baselines)

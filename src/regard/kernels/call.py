@@ -121,6 +121,8 @@ class Call:
 
     def detached(self) -> Call:
         """The same call without gradients and dropout, for observers. What was derived of it stays."""
+        if self.dropout is None and not any(x.requires_grad for x in self.learned()):
+            return self
         plain = replace(self.with_learned([x.detach() for x in self.learned()]), dropout=None)
         plain.__dict__["_derived"] = self.__dict__.setdefault("_derived", {})
         return plain

@@ -200,12 +200,7 @@ def _serves(measure: Measure, plane: Plane, contiguous: bool) -> bool:
 
 def _contiguous(call: Call, plane: Plane) -> bool:
     """Whether the plane's positions are those of the call, one after another, up to where they begin."""
-    if not call.contiguous:
-        return False
-    tile = call.whole()
-    if plane.q_positions is tile.q_positions and plane.k_positions is tile.k_positions:
-        return True
-    return plane.once("contiguous", lambda: _in_steps(call, plane))
+    return call.contiguous and plane.once(("contiguous", call.q_start), lambda: _in_steps(call, plane))
 
 
 def _in_steps(call: Call, plane: Plane) -> bool:

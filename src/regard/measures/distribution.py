@@ -34,6 +34,7 @@ class Entropy(PerQuery):
     """-sum_j P_ij ln P_ij in nats, over the keys: 0 where one takes all, ln M where all share (Clark et al. 2019)."""
 
     gives = {"entropy": "query"}
+    shareable = True
     needs_logs = True
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
@@ -45,6 +46,7 @@ class Peak(Measure):
     confidence of Voita et al. 2019. A query that sees nothing has the peak 0 and the target -1."""
 
     gives = {"peak": "query", "target": "choice"}
+    shareable = True
 
     def begin(self, plane: Plane) -> tuple[Tensor, Tensor]:
         return plane.new(plane.queries), plane.new(plane.queries, dtype=torch.int64).fill_(-1)
@@ -64,6 +66,7 @@ class MaxLogit(PerQuery):
     nothing."""
 
     gives = {"max_logit": "query"}
+    shareable = True
     needs_scores = True
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
@@ -79,6 +82,7 @@ class Offset(PerQuery):
     previous token is -1 (Vig & Belinkov 2019, who count i - j)."""
 
     gives = {"offset": "query"}
+    shareable = True
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
         # Counted from the strip's own first position: small numbers keep the digits.
@@ -91,6 +95,7 @@ class Distance(PerQuery):
     """How far a query looks on average: sum_j P_ij |i - j| / sum_j P_ij, by positions (Vig & Belinkov 2019)."""
 
     gives = {"distance": "query"}
+    shareable = True
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
         # Keys before all the strip's queries, or after all of them, are one matrix product: |i - j| is i - j or j - i.
@@ -198,6 +203,7 @@ class Received(PerKey):
     of queries that may see it for the mean of Gu et al. 2024."""
 
     gives = {"received": "key"}
+    shareable = True
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
         return strip.weights.sum(2)

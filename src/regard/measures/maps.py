@@ -24,6 +24,7 @@ class Heatmap(Measure):
     batch each map is that of its text, without padding: shorter texts leave the last cells at 0."""
 
     gives = {"heatmap": "map"}
+    shareable = True
 
     def __init__(self, rows: int = 64, cols: int | None = None) -> None:
         self.rows = whole_number("rows", rows, at_least=1)
@@ -81,6 +82,7 @@ class Crop(Measure):
     What lies beyond the map is cut off. Of a padded batch tokens are counted from each text's own first."""
 
     gives = {"crop": "map"}
+    shareable = True
 
     def __init__(self, r0: int, r1: int, c0: int, c1: int) -> None:
         for what, first, last in (("rows", r0, r1), ("cols", c0, c1)):
@@ -132,6 +134,7 @@ class Links(Measure):
     """The `k` keys that each query looks at most, with their weights: a `TopLinks` of two (B, H, N, k)."""
 
     gives = {"links": "choice"}
+    shareable = True
 
     def __init__(self, k: int = 8) -> None:
         self.k = whole_number("k", k, at_least=1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -33,7 +34,6 @@ from regard.measures.tokens import Duplicate, Induction
 __all__ = ["DEFAULT", "MeasureLike", "MeasureRun", "Measurements", "as_measures"]
 
 
-_T = TypeVar("_T")
 MeasureLike: TypeAlias = "str | Measure | type[Measure]"
 
 NAMED: dict[str, type[Measure]] = {
@@ -131,24 +131,45 @@ class Measurements:
         return f"Measurements({', '.join(self.values)})"
 
 
+@dataclass
+class _Prepared:
+    """What a measure computes once for a plane."""
+
+    measure: Measure
+    plane: Plane
+    prepared: Any = None
+
+    def __post_init__(self) -> None:
+        self.prepared = self.measure.prepare(self.plane)
+
+    @functools.cached_property
+    def reduction(self) -> Reduction | None:
+        return self.measure.reduction(self.plane, self.prepared)
+
+    @functools.cached_property
+    def counted(self) -> Tensor | dict[str, Tensor] | None:
+        return self.measure.counted(self.plane, self.prepared)
+
+
 class MeasureRun:
     """Some measures at work on one plane: give it every strip, then ask for the results."""
 
     def __init__(self, measures: list[Measure], plane: Plane) -> None:
         self.measures, self.plane = measures, plane
-        self.prepared = [self._once(measure, "prepared", lambda m=measure: m.prepare(plane)) for measure in measures]
+        shared = [measure for measure in measures if measure.shareable]
+        of_shared = plane.once(tuple(shared), lambda: {measure: _Prepared(measure, plane) for measure in shared})
+        self.work = [of_shared.get(measure) or _Prepared(measure, plane) for measure in measures]
         self.states = [measure.begin(plane) for measure in measures]
         self.seen = plane.new(plane.queries, dtype=torch.bool)
 
-    def _once(self, measure: Measure, what: str, compute: Callable[[], _T]) -> _T:
-        return self.plane.once((measure, what), compute) if measure.shareable else compute()
-
     def reductions(self) -> list[Reduction | None]:
         """The sums that are enough for each measure; None for those that need strips."""
-        return [
-            self._once(measure, "reduction", lambda m=measure, p=prepared: m.reduction(self.plane, p))
-            for measure, prepared in zip(self.measures, self.prepared, strict=True)
-        ]
+        return [work.reduction for work in self.work]
+
+    @property
+    def prepared(self) -> list[Any]:
+        """What each measure prepared."""
+        return [work.prepared for work in self.work]
 
     @property
     def wants_logs(self) -> bool:
@@ -161,9 +182,9 @@ class MeasureRun:
     def only(self, which: list[bool]) -> MeasureRun:
         """The same survey with some of its measures alone; what they find is found here, too."""
         partial = copy(self)
-        partial.measures, partial.prepared, partial.states = (
+        partial.measures, partial.work, partial.states = (
             [x for x, wanted in zip(some, which, strict=True) if wanted]
-            for some in (self.measures, self.prepared, self.states)
+            for some in (self.measures, self.work, self.states)
         )
         return partial
 
@@ -179,10 +200,10 @@ class MeasureRun:
         counts: dict[str, Tensor] = {}
         padding = self.plane.padding
         tokens = self.seen if padding is None else self.seen & ~padding[:, None]
-        for measure, state, prepared in zip(self.measures, self.states, self.prepared, strict=True):
+        for measure, state, work in zip(self.measures, self.states, self.work, strict=True):
             results = measure.end(state, tokens if measure.sums_queries else self.seen)
             values |= measure.with_scores(results, lse) if lse is not None and measure.needs_scores else results
-            counted = self._once(measure, "counted", lambda m=measure, p=prepared: m.counted(self.plane, p))
+            counted = work.counted
             if counted is not None:
                 by_name = counted if isinstance(counted, dict) else dict.fromkeys(results, counted)
                 counts |= {name: self.seen & which[:, None] for name, which in by_name.items()}

@@ -268,6 +268,8 @@ class ModuleStack:
     def scripted(self) -> list[tuple[str, torch.jit.ScriptModule]]:
         """The outermost torch.jit modules, by name, in modules that were called: hooks do not see into them."""
         scripted: list[tuple[str, torch.jit.ScriptModule]] = []
+        if not any(isinstance(module, torch.jit.ScriptModule) for module in self.modules):
+            return scripted
         for name, module in self.root.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):
                 continue

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from regard.heads.capture.observed import ObservedCall
 from regard.heads.record.chunk_plane import chunk_plane
-from regard.heads.record.sequences import SequenceRecord, padding
+from regard.heads.record.sequences import SequenceRecord, padding, runs
 from regard.heads.record.uniform import UniformBaseline
 from regard.masks import Mask
 from regard.measures import Measure, Plane
@@ -33,8 +33,24 @@ class SharedPlane:
 
     attention: ObservedCall
     padding: Tensor | None  # (B, 1, N), as `sequences.padding` gives it
+    by_total: dict[int, Tensor] = field(default_factory=dict)
     planes: dict[Any, Plane] = field(default_factory=dict)
     baselines: dict[Any, Any] = field(default_factory=dict)
+
+    def numbers(self, attention: ObservedCall, total: int) -> Tensor:
+        """Which tokens of a sequence, of `total` so far, the keys of one of these layers are: (M,)"""
+        if attention.numbers is not None:
+            return attention.numbers
+        if total not in self.by_total:
+            self.by_total[total] = torch.arange(total - attention.shape[3], total, device=attention.device)
+        return self.by_total[total]
+
+    def runs(self, attention: ObservedCall, total: int) -> list[slice]:
+        """The same as runs of numbers."""
+        if attention.numbers is not None:
+            return runs(attention.numbers)
+        m = attention.shape[3]
+        return [slice(total - m, total)] if m else []
 
     def plane(self, attention: ObservedCall, text: SequenceRecord, numbers: Tensor) -> Plane:
         """`chunk_plane` of one of these layers."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import regard
 from regard import measures, tuning
-from regard.kernels import reference
+from regard.kernels import blockwise, reference
 from regard.masks import Causal, Padding, Window, conjuncts
 from regard.measures import (
     Contribution,
@@ -28,6 +28,7 @@ from regard.measures import (
     Links,
     Local,
     Offsets,
+    Pairs,
     Tokens,
     as_measures,
     rollout,
@@ -36,7 +37,7 @@ from regard.measures import (
 SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-def by_the_formula(case: Case, ids: Tensor, out_weight: Tensor, same: Tensor) -> dict[str, Tensor]:
+def by_the_formula(case: Case, ids: Tensor, out_weight: Tensor, same: Tensor, pairs: Tensor) -> dict[str, Tensor]:
     """Every measure from the dense weights, as its definition says."""
     call = case.to(torch.float64).call()
     p = reference.weights(call)[0].detach()  # (B, H, N, M)
@@ -66,6 +67,8 @@ def by_the_formula(case: Case, ids: Tensor, out_weight: Tensor, same: Tensor) ->
         "received": p.sum(2),
         "on_first": on(_first_token(call)[:, None, None]),
         "crop": p[:, :, 1:4, 2:7],
+        "pairs": (p.gather(-1, pairs.clamp(min=0)[:, None].expand(-1, h, -1, -1)) * (pairs >= 0)[:, None]).sum(-1),
+        "max_logit": reference.scores(call, "biased").detach().amax(-1).where(seen, 0.0),
     }
     rows, cols = min(3, n), min(2, m)
     pool = torch.zeros(b, h, rows, cols, dtype=p.dtype)
@@ -124,6 +127,9 @@ def check(case: Case, kernel: str, strip: int, dtype: torch.dtype) -> None:
     ids = torch.randint(0, 5, (b, m), generator=generator)
     out_weight = torch.randn(3, h * e, generator=generator)
     same = torch.rand(b, m, generator=generator) < 0.5
+    # Some of each query's keys, each once; -1 in the place of the others.
+    order = torch.rand(b, n, m, generator=generator).argsort(-1)[..., :3]
+    pairs = order.masked_fill(torch.rand(order.shape, generator=generator) < 0.3, -1)
     kinds: dict[str, Any] = {"some": [1, 3], "mask": same}
     wanted = [
         "entropy",
@@ -142,6 +148,8 @@ def check(case: Case, kernel: str, strip: int, dtype: torch.dtype) -> None:
         Links(3),
         Contribution(out_weight),
         Divergence(),
+        Pairs(pairs),
+        "max_logit",
     ]
     if n <= m:
         kinds["same"] = "same"
@@ -154,7 +162,7 @@ def check(case: Case, kernel: str, strip: int, dtype: torch.dtype) -> None:
         )
     finally:
         tuning.STRIP = before
-    right = by_the_formula(case, ids, out_weight, same)
+    right = by_the_formula(case, ids, out_weight, same, pairs)
     tolerance = 1e-5 if dtype is torch.float32 else 1e-9
     for name, truth in right.items():
         assert got[name].dtype == dtype
@@ -174,6 +182,47 @@ def check(case: Case, kernel: str, strip: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.output.detach().double(), output.detach(), rtol=tolerance * 10, atol=tolerance * 10)
     torch.testing.assert_close(got.lse.double(), lse.detach(), rtol=tolerance, atol=tolerance)
     assert (got.seen == seen).all()
+
+
+def test_pairs_in_words() -> None:
+    q = torch.randn(2, 3, 5, 7)
+    with pytest.raises(TypeError, match=r"Pairs keys: expected integers \(N,\), .*received dtype torch.float32"):
+        Pairs(torch.zeros(5))
+    with pytest.raises(ValueError, match=r"expected shape \(N,\), .*received shape \(1, 1, 1, 1\)"):
+        Pairs(torch.zeros(1, 1, 1, 1, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"expected keys of 5 queries, of 1 or 2 texts, received shape \(4, 1\)"):
+        regard.measure(q, q, measures=Pairs(torch.zeros(4, dtype=torch.int64)))
+    with pytest.raises(ValueError, match=r"expected numbers from -1 to 4, received from 0 to 5"):
+        regard.measure(q, q, measures=Pairs(torch.tensor([0, 1, 2, 3, 5])))
+
+
+@pytest.mark.skipif("native" not in regard.kernels.available(), reason="the native kernel was not compiled here")
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("positions", [False, True], ids=["contiguous", "positions"])
+def test_no_measure_of_one_head_needs_a_second_pass(
+    padding: str, positions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that the kernel is asked for comes from its own loop; strips are for maps of padded batches alone."""
+    b, h, n = 2, 6, 37
+    q, k, v = (torch.randn(b, heads, n, 8) for heads in (h, 3, 3))
+    shown: list[str] = []
+    monkeypatch.setattr(
+        blockwise, "replay", lambda call, lse, run: shown.extend(type(x).__name__ for x in run.measures)
+    )
+    keep = {
+        "none": torch.ones(b, n, dtype=torch.bool),
+        "left": torch.arange(n) >= torch.tensor([[0], [5]]),
+        "right": torch.arange(n) < torch.tensor([[n], [n - 5]]),
+    }[padding]
+    options: dict[str, Any] = {"mask": Causal() & Padding(keep=keep)}
+    if positions:
+        options |= {"positions": torch.arange(n) + 3, "key_positions": torch.arange(n) + 3}
+    wanted = [*measures.DEFAULT, "local", "previous", "itself", "next", "induction", "duplicate", "links", "max_logit"]
+    wanted += [Tokens({"some": [1, 2], "same": "same"}), Pairs(torch.arange(n)), "contribution", "heatmap"]
+    ids = torch.randint(0, 5, (b, n))
+    weight = torch.randn(5, h * 8)
+    regard.measure(q, k, v, measures=[*wanted, Crop(1, 4, 2, 7)], ids=ids, out_weight=weight, **options)
+    assert shown == []
 
 
 def heads_that(*scores: Tensor) -> tuple[Tensor, Tensor]:

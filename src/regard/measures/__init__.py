@@ -16,6 +16,10 @@ where `prepare(plane)` may compute once what all strips need.
         def of(self, strip, prepared):
             return (strip.weights.amax(-1) > 0.9).to(strip.weights.dtype)
 
+A measure that is made of sums over keys may say so in `reduction`: over lists of keys, some for each query
+(`KeyLists`), or over columns, each key with a factor. Kernels that can compute such sums in their own loop hand them to
+`take`, and no strip is shown; `Pairs` is the plainest one.
+
 A row that may see nothing has 0 everywhere and does not count in a mean. With sinks rows sum below 1.
 
 Letters: B batch, H query heads, G kv heads, N queries, M keys, E head width of v, W model width;
@@ -39,6 +43,7 @@ from regard.measures.distribution import (
     Received,
 )
 from regard.measures.maps import Crop, Heatmap, Links, TopLinks
+from regard.measures.pairs import Pairs
 from regard.measures.run import DEFAULT, MeasureLike, Measurements, MeasureRun, as_measures
 from regard.measures.tokens import Duplicate, Induction, Tokens
 
@@ -65,6 +70,7 @@ __all__ = [
     "Offset",
     "Offsets",
     "OnFirst",
+    "Pairs",
     "Peak",
     "PerKey",
     "PerQuery",

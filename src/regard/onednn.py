@@ -112,7 +112,7 @@ def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...
     """
     copy = None if torch.compiler.is_compiling() else _active_copy(linears)
     if copy is None or not _is_plain_group(linears, x, copy):
-        return tuple(project(linear, x) for linear in linears)
+        return tuple([project(linear, x) for linear in linears])
     biases = [linear._parameters["bias"] for linear in linears]
     out = torch.ops.mkldnn._linear_pointwise.default(
         x if x.dim() == 2 else x.reshape(-1, x.shape[-1]),
@@ -149,16 +149,19 @@ def _weight_for_onednn(linear: nn.Module, x: Tensor, other: Tensor | None) -> Te
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return None
     copy = _active_copy((linear,))
-    if copy is None and x.numel() * linear.out_features < _WORTHWHILE:  # most products are small
+    if copy is None and _is_small(x.numel(), linear.out_features, linear.in_features):  # most products are
         return None
     weight = None if _is_observed() else _weight_if_plain(linear, x, other)
     if weight is None:
         return None
     if copy is not None and copy.is_of([weight]):
         return copy.packed if x.numel() else None
-    small = weight.numel() < _LARGE and x.numel() < _FEW_ROWS * weight.shape[1]
-    worthwhile = x.numel() * weight.shape[0] >= _WORTHWHILE and not small
-    return weight if worthwhile and weight.is_contiguous() else None
+    return None if _is_small(x.numel(), *weight.shape) or not weight.is_contiguous() else weight
+
+
+def _is_small(numbers: int, wide: int, deep: int) -> bool:
+    """Whether MKL is as fast: x has so many numbers, and the weight is (wide, deep)."""
+    return numbers * wide < _WORTHWHILE or (wide * deep < _LARGE and numbers < _FEW_ROWS * deep)
 
 
 def _weight_if_plain(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:

@@ -195,7 +195,7 @@ def _packed(call: Call, out: Tensor | None, lse: Tensor, places: dict[str, Any] 
     _, groups, m, value_width = v.shape
     seen = _ALL if call.mask is None else call.derive(lower_mask)
     added = call.derive(lower_biases) if call.biases else None
-    sinks = None if call.sinks is None else call.sinks.detach().to(torch.float32)
+    sinks = None if call.sinks is None else call.sinks.detach().resolve_neg().to(torch.float32)
     drop = call.dropout
     dense, documents = seen.dense, seen.documents
     statistics = _NO_STATISTICS if places is None else _statistics(places)
@@ -256,6 +256,7 @@ def _statistics(places: dict[str, Any]) -> tuple[int, ...]:
 
 def _in_rows(x: Tensor) -> Tensor:
     """As it is where the numbers of a row lie side by side, else a copy."""
+    x = x.resolve_neg() if x.is_neg() else x  # (a view may have its signs changed by a mark, which C does not see)
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 

@@ -1,13 +1,14 @@
-"""A plan is a call that passed all checks, packed as the native kernel reads it: repeated with other tensors of the same
-shapes and strides, only addresses are written. Small calls spend most of their time on checks, and save it here.
+"""A plan is a call that passed all checks, packed as the native kernel reads it. Repeated with other tensors of the
+same shapes and strides, only addresses are written into it: a small call would spend most of its time on checks.
 
     out, key = repeat(q, k, v, kernel, options)     the output, where there is a plan for such a call
     keep(key, call, out, kernel)                    else make one, of the call as it was computed
 
-The key is everything that the result depends on, but for numbers in memory. A plan holds no tensor. Tensors that the kernel reads where they are (lengths, boolean masks, sinks) are in the key by
-their addresses, so that a change of their numbers is seen. Masks whose tensors would be read or converted before the
-kernel runs have no plan, and neither has a call that anyone but the kernel must see: observers, modes, compilers,
-torch.func, autocast, subclasses.
+The key is everything that the result depends on, but for numbers in memory. A plan holds no tensor of the caller's.
+Tensors that the kernel reads where they are (lengths, boolean masks, sinks) are in the key by their addresses, so that
+a change of their numbers is seen. Masks whose tensors would be read or converted before the kernel runs have no plan,
+and neither has a call that anyone but the kernel must see: observers, modes, compilers, torch.func, autocast,
+subclasses.
 
 Letters: B batch, H query heads, N queries, M keys, E head width of v.
 """
@@ -20,9 +21,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch import get_num_threads as num_threads
-from torch import is_grad_enabled
 from torch._C import _is_any_autocast_enabled as any_autocast  # pyright: ignore[reportAttributeAccessIssue]
 from torch._C import _is_tracing as is_tracing
 from torch._C import _len_torch_dispatch_stack as dispatch_modes

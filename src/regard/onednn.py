@@ -82,8 +82,8 @@ def project(
     >>> torch.allclose(project(linear, x, activation="relu"), linear(x).relu(), atol=1e-6)
     True
     """
-    assert (activation is not None) + (add is not None) + (times is not None) <= 1, "one thing may follow"
     other = add if times is None else times
+    assert other is None or activation is None and (add is None or times is None), "one thing may follow"
     weight = _weight_for_onednn(linear, x, other)
     if weight is None:
         out = linear(x)

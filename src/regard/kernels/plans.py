@@ -82,7 +82,7 @@ class _Differentiable(torch.autograd.Function):
         out, lse, *learned = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[1:])
         with fixed_precision(out), torch.no_grad():
-            gradients = native.backward(ctx.call.with_learned(learned), out, lse, *d_output, wanted)
+            gradients = native.backward(ctx.call.with_learned(learned), out, lse, d_output[0], wanted)
         gradients = iter(first_derivatives_only(native.name, gradients, *d_output, *learned))
         return None, *(next(gradients) if want else None for want in wanted)
 

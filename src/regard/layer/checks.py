@@ -89,8 +89,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, i
         raise bad_value("key, value", expected="the same length", received=f"{shape_of(key)}, {shape_of(value)}")
     if not isinstance(weight, Tensor):  # a quantised projection's is a method
         return
-    device = weight.device
-    cast = mixed_precision(device.type)
+    device, dtype = weight.device, weight.dtype
     for what, x, _ in inputs:
         if x.device != device:
             raise bad_value(
@@ -99,10 +98,10 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, i
                 received=x.device,
                 remedy=f"layer.to(device) or {what}.to(device)",
             )
-        if x.dtype != weight.dtype and not cast:
+        if x.dtype != dtype and not mixed_precision(device.type):
             raise bad_type(
                 what,
-                expected=f"{weight.dtype}, as the layer's weights",
+                expected=f"{dtype}, as the layer's weights",
                 received=x.dtype,
                 remedy=f"layer.to(dtype), {what}.to(dtype) or torch.autocast",
             )

@@ -1,5 +1,5 @@
-"""What does a small call cost? Microseconds of `attend` and of torch's `scaled_dot_product_attention` where there is next
-to nothing to compute, and of the layer at 1 x 16 tokens beside its peers.
+"""What does a small call cost? Microseconds of `attend` and of torch's `scaled_dot_product_attention` where there is
+next to nothing to compute, and of the layer at 1 x 16 tokens beside its peers.
 
     python benchmarks/small_calls.py [--seconds 3] [--json benchmarks/results/small_calls.json] [--only layer]
 

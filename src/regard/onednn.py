@@ -83,7 +83,7 @@ def project(
     True
     """
     other = add if times is None else times
-    assert other is None or activation is None and (add is None or times is None), "one thing may follow"
+    assert other is None or (activation is None and (add is None or times is None)), "one thing may follow"
     weight = _weight_for_onednn(linear, x, other)
     if weight is None:
         out = linear(x)

@@ -312,24 +312,34 @@ class _Loops:
         d_out, out = _in_rows(d_out), _in_rows(out)
         packed = _packed(call, out, lse)
         d_added = new_gradient(packed.added) if packed.added is not None and any(others) else None
-        gradients = GRADIENTS.pack(
-            GRADIENTS.size,
-            d_out.data_ptr(),
-            d_lse.data_ptr(),
-            *d_out.stride()[:3],
-            *d_lse.stride(),
-            *(_address(grad) for grad in grads),
-            *(stride for grad in grads for stride in ((0, 0, 0) if grad is None else grad.stride()[:3])),
-            *((0, 0, 0, 0, 0) if d_added is None else _bias(d_added)),
-            _address(d_sinks),
-        )
-        loaded.backward(packed.call, gradients)
+        loaded.backward(packed.call, _packed_gradients(d_out, d_lse, grads, d_added, d_sinks))
         results: list[Tensor] = [grad.to(dtype) for grad in grads if grad is not None]
         if d_sinks is not None and call.sinks is not None:
             results.append(d_sinks.sum_to_size(call.sinks.shape).to(call.sinks.dtype))
         if d_added is not None:
             results += bias_gradients(call, d_added.tensor, others)
         return results
+
+
+def _packed_gradients(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    grads: list[Tensor | None],
+    d_added: Added | None = None,
+    d_sinks: Tensor | None = None,
+) -> bytes:
+    """What the backward pass is given, and where the gradients of q, k and v go."""
+    return GRADIENTS.pack(
+        GRADIENTS.size,
+        d_out.data_ptr(),
+        _address(d_lse),
+        *d_out.stride()[:3],
+        *((0, 0, 0) if d_lse is None else d_lse.stride()),
+        *[_address(grad) for grad in grads],
+        *[stride for grad in grads for stride in ((0, 0, 0) if grad is None else grad.stride()[:3])],
+        *((0, 0, 0, 0, 0) if d_added is None else _bias(d_added)),
+        _address(d_sinks),
+    )
 
 
 def _new_gradient(x: Tensor) -> Tensor:

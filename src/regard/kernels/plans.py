@@ -74,17 +74,45 @@ class _Differentiable(torch.autograd.Function):
         addresses = pack(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
         library.raise_for(plan.function(plan.before + addresses + plan.after))
         ctx.save_for_backward(out, lse, q, k, v)  # in the order of `operators`: a checkpoint may compare them
-        ctx.call = plan.learning
+        ctx.plan, ctx.threads = plan, num_threads()
         return out
 
     @staticmethod
     def backward(ctx: Any, *d_output: Tensor) -> tuple[Any, ...]:
         out, lse, *learned = ctx.saved_tensors
-        wanted = list(ctx.needs_input_grad[1:])
+        wanted, plan = list(ctx.needs_input_grad[1:]), ctx.plan
+        if ctx.threads == num_threads() and plan.found is library._found and _is_plain(out, *d_output):
+            return None, *_gradients(plan, out, lse, learned, d_output[0], wanted)
         with fixed_precision(out), torch.no_grad():
-            gradients = native.backward(ctx.call.with_learned(learned), out, lse, d_output[0], wanted)
+            gradients = native.backward(plan.learning.with_learned(learned), out, lse, d_output[0], wanted)
         gradients = iter(first_derivatives_only(native.name, gradients, *d_output, *learned))
         return None, *(next(gradients) if want else None for want in wanted)
+
+
+def _is_plain(out: Tensor, d_out: Tensor) -> bool:
+    """Whether the backward pass may be packed as the forward pass was: in float32 (others are converted first), and no
+    one differentiates or traces it."""
+    return (
+        out.dtype is torch.float32
+        and type(d_out) is Tensor
+        and not is_grad_enabled()
+        and not is_compiling()
+        and not dispatch_modes()
+        and transformation() is None
+    )
+
+
+def _gradients(
+    plan: Plan, out: Tensor, lse: Tensor, learned: list[Tensor], d_out: Tensor, wanted: list[bool]
+) -> list[Tensor | None]:
+    """The wanted gradients of q, k and v."""
+    q, k, v = learned
+    d_out = native._in_rows(d_out)
+    addresses = pack(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+    grads = [native._new_gradient(x) if want else None for x, want in zip(learned, wanted, strict=True)]
+    assert plan.found is not None and plan.found[0] is not None
+    plan.found[0].backward(plan.before + addresses + plan.after, native._packed_gradients(d_out, None, grads))
+    return grads
 
 
 _plans: dict[Hashable, Plan | None] = {}  # None: such calls have no plan

@@ -102,6 +102,7 @@ sanitize: $(VENV)/.installed-test
 bench: $(VENV)/.installed-bench $(VENV)/.installed-weights
 	$(RUN) benchmarks/kernels.py
 	$(RUN) benchmarks/layer.py
+	$(RUN) benchmarks/small_calls.py
 	$(RUN) benchmarks/models.py
 	$(RUN) benchmarks/looking.py
 	$(RUN) benchmarks/prune.py

@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from regard import kernels
 from regard.checks import FARTHEST, check_positions
 from regard.errors import bad_type, bad_value, refuse_trace, shape_of, unknown_argument
-from regard.kernels import Call, reference
+from regard.kernels import Call, plans, reference
 from regard.kernels.call import accumulation_dtype
 from regard.kernels.dropout import Dropout, new_seed
 from regard.kernels.precision import casts_to, fixed_precision
@@ -134,9 +134,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: 
     >>> attend(q, k, v, mask=regard.masks.Causal()).shape
     torch.Size([2, 3, 5, 7])
     """
+    out, key = plans.repeat(q, k, v, kernel, options)
+    if out is not None:
+        return out
     if has_torch_function((q, k, v)):
         return handle_torch_function(attend, (q, k, v), q, k, v, kernel=kernel, **options)
-    return run(prepare(q, k, v, **options), kernel)
+    call = prepare(q, k, v, **options)
+    out = run(call, kernel)
+    if key is not None:
+        plans.keep(key, call, out, kernel)
+    return out
 
 
 @_takes(ScoreOptions)

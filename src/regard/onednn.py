@@ -82,8 +82,8 @@ def project(
     >>> torch.allclose(project(linear, x, activation="relu"), linear(x).relu(), atol=1e-6)
     True
     """
-    assert (activation is not None) + (add is not None) + (times is not None) <= 1, "one thing may follow"
     other = add if times is None else times
+    assert other is None or (activation is None and (add is None or times is None)), "one thing may follow"
     weight = _weight_for_onednn(linear, x, other)
     if weight is None:
         out = linear(x)
@@ -98,8 +98,8 @@ def project(
     else:
         attribute, algorithm = _ONEDNN.get(activation, _ONEDNN[None])
         out = product.default(rows, weight, bias, attribute, [], algorithm)
-    if x.dim() != 2:  # not a view for autograd, which would refuse that someone writes to it
-        out = torch.ops.aten._unsafe_view.default(out, (*x.shape[:-1], out.shape[-1]))
+    if x.dim() != 2:
+        out = _with_axes(out, x)
     return out if activation is None or activation in _ONEDNN else _named(activation)(out)
 
 
@@ -112,7 +112,7 @@ def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...
     """
     copy = None if torch.compiler.is_compiling() else _active_copy(linears)
     if copy is None or not _is_plain_group(linears, x, copy):
-        return tuple(project(linear, x) for linear in linears)
+        return tuple([project(linear, x) for linear in linears])
     biases = [linear._parameters["bias"] for linear in linears]
     out = torch.ops.mkldnn._linear_pointwise.default(
         x if x.dim() == 2 else x.reshape(-1, x.shape[-1]),
@@ -122,7 +122,14 @@ def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...
         [],
         "",
     )
-    return torch.ops.aten._unsafe_view.default(out, (*x.shape[:-1], out.shape[-1])).split_with_sizes(copy.rows, -1)
+    return _with_axes(out, x).split_with_sizes(copy.rows, -1)
+
+
+def _with_axes(out: Tensor, x: Tensor) -> Tensor:
+    """Rows (..., out) with the axes of x. Not a view for autograd, which would refuse that someone writes to it; in
+    inference mode there is none, and a view takes half the time."""
+    shape = (*x.shape[:-1], out.shape[-1])
+    return out.view(shape) if torch.is_inference_mode_enabled() else torch.ops.aten._unsafe_view.default(out, shape)
 
 
 def _is_plain_group(linears: tuple[nn.Module, ...], x: Tensor, copy: _Copy) -> bool:
@@ -149,16 +156,19 @@ def _weight_for_onednn(linear: nn.Module, x: Tensor, other: Tensor | None) -> Te
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return None
     copy = _active_copy((linear,))
-    if copy is None and x.numel() * linear.out_features < _WORTHWHILE:  # most products are small
+    if copy is None and _is_small(x.numel(), linear.out_features, linear.in_features):  # most products are
         return None
     weight = None if _is_observed() else _weight_if_plain(linear, x, other)
     if weight is None:
         return None
     if copy is not None and copy.is_of([weight]):
         return copy.packed if x.numel() else None
-    small = weight.numel() < _LARGE and x.numel() < _FEW_ROWS * weight.shape[1]
-    worthwhile = x.numel() * weight.shape[0] >= _WORTHWHILE and not small
-    return weight if worthwhile and weight.is_contiguous() else None
+    return None if _is_small(x.numel(), *weight.shape) or not weight.is_contiguous() else weight
+
+
+def _is_small(numbers: int, wide: int, deep: int) -> bool:
+    """Whether MKL is as fast: x has so many numbers, and the weight is (wide, deep)."""
+    return numbers * wide < _WORTHWHILE or (wide * deep < _LARGE and numbers < _FEW_ROWS * deep)
 
 
 def _weight_if_plain(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:
@@ -254,10 +264,10 @@ class _Copy:
 
     def is_of(self, weights: Sequence[Tensor | None]) -> bool:
         """Whether these are the weights that were copied, unchanged as far as torch counts."""
-        return all(
-            weight is not None and weight is copied and not weight.is_inference() and _state(weight) == state
-            for weight, copied, state in zip(weights, self.weights, self.states, strict=True)
-        )
+        for weight, copied, state in zip(weights, self.weights, self.states, strict=True):
+            if weight is None or weight is not copied or weight.is_inference() or _state(weight) != state:
+                return False
+        return True
 
 
 _FEW = 16  # rows for which the order is chosen

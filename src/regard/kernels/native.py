@@ -119,7 +119,7 @@ def _packed(call: Call, out: Tensor | None, lse: Tensor, statistics: Statistics 
     _, groups, m, value_width = v.shape
     seen = _ALL if call.mask is None else call.derive(lower_mask)
     added = call.derive(lower_biases) if call.biases else None
-    sinks = None if call.sinks is None else call.sinks.detach().to(torch.float32)
+    sinks = None if call.sinks is None else call.sinks.detach().resolve_neg().to(torch.float32)
     drop = call.dropout
     dense, documents = seen.dense, seen.documents
     packed = CALL.pack(
@@ -167,6 +167,7 @@ _ALL = Visible()
 
 def _in_rows(x: Tensor) -> Tensor:
     """As it is where the numbers of a row lie side by side, else a copy."""
+    x = x.resolve_neg() if x.is_neg() else x  # (a view may have its signs changed by a mark, which C does not see)
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
@@ -222,24 +223,34 @@ class _Loops:
         d_out, out = _in_rows(d_out), _in_rows(out)
         packed = _packed(call, out, lse)
         d_added = new_gradient(packed.added) if packed.added is not None and any(others) else None
-        gradients = GRADIENTS.pack(
-            GRADIENTS.size,
-            d_out.data_ptr(),
-            d_lse.data_ptr(),
-            *d_out.stride()[:3],
-            *d_lse.stride(),
-            *(_address(grad) for grad in grads),
-            *(stride for grad in grads for stride in ((0, 0, 0) if grad is None else grad.stride()[:3])),
-            *((0, 0, 0, 0, 0) if d_added is None else _bias(d_added)),
-            _address(d_sinks),
-        )
-        loaded.backward(packed.call, gradients)
+        loaded.backward(packed.call, _packed_gradients(d_out, d_lse, grads, d_added, d_sinks))
         results: list[Tensor] = [grad.to(dtype) for grad in grads if grad is not None]
         if d_sinks is not None and call.sinks is not None:
             results.append(d_sinks.sum_to_size(call.sinks.shape).to(call.sinks.dtype))
         if d_added is not None:
             results += bias_gradients(call, d_added.tensor, others)
         return results
+
+
+def _packed_gradients(
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    grads: list[Tensor | None],
+    d_added: Added | None = None,
+    d_sinks: Tensor | None = None,
+) -> bytes:
+    """What the backward pass is given, and where the gradients of q, k and v go."""
+    return GRADIENTS.pack(
+        GRADIENTS.size,
+        d_out.data_ptr(),
+        _address(d_lse),
+        *d_out.stride()[:3],
+        *((0, 0, 0) if d_lse is None else d_lse.stride()),
+        *[_address(grad) for grad in grads],
+        *[stride for grad in grads for stride in ((0, 0, 0) if grad is None else grad.stride()[:3])],
+        *((0, 0, 0, 0, 0) if d_added is None else _bias(d_added)),
+        _address(d_sinks),
+    )
 
 
 def _new_gradient(x: Tensor) -> Tensor:

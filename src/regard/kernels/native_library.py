@@ -18,7 +18,7 @@ import torch  # first: it brings the OpenMP runtime, and the library takes which
 
 from regard.errors import bad_value
 
-__all__ = ["CALL", "DTYPES", "GRADIENTS", "Library", "load", "say_once", "why_not"]
+__all__ = ["CALL", "DTYPES", "GRADIENTS", "Library", "load", "raise_for", "say_once", "why_not"]
 
 FILE = Path(os.environ.get("REGARD_LIBRARY") or Path(__file__).with_name("libregard_native.so"))
 INSTRUCTION_SETS = ("auto", "portable", "avx2", "avx512", "avx512_bf16")  # in the order of `regard_isa`
@@ -71,17 +71,19 @@ class Library(NamedTuple):
 
     def attention(self, call: bytes) -> None:
         """Forward, and statistics."""
-        self._check(self.handle.regard_attention(call))
+        raise_for(self.handle.regard_attention(call))
 
     def backward(self, call: bytes, gradients: bytes) -> None:
         """Gradients."""
-        self._check(self.handle.regard_attention_backward(call, gradients))
+        raise_for(self.handle.regard_attention_backward(call, gradients))
 
-    def _check(self, status: int) -> None:
-        if status == 4:
-            raise MemoryError("native kernel: no memory for its working space")
-        if status:
-            raise RuntimeError(f"native kernel: {_STATUS.get(status, f'status {status}')}")
+
+def raise_for(status: int) -> None:
+    """Raise where a call gave anything but 0."""
+    if status == 4:
+        raise MemoryError("native kernel: no memory for its working space")
+    if status:
+        raise RuntimeError(f"native kernel: {_STATUS.get(status, f'status {status}')}")
 
 
 # Looked for at first use, not at import.

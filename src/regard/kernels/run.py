@@ -25,7 +25,18 @@ from regard.kernels.call import Call, Kernel
 from regard.kernels.precision import fixed_precision
 from regard.measures import MeasureRun
 
-__all__ = ["KERNELS", "Observer", "available", "choose", "explain", "observed_by", "run", "run_measured", "weights"]
+__all__ = [
+    "KERNELS",
+    "Observer",
+    "available",
+    "choose",
+    "explain",
+    "observed_by",
+    "observers",
+    "run",
+    "run_measured",
+    "weights",
+]
 
 # In the order in which "auto" asks: the fastest first, the one that serves everything last.
 KERNELS: tuple[Kernel, ...] = (native, fused, blockwise, reference)
@@ -48,23 +59,23 @@ class _Observers(threading.local):
     stack: tuple[Observer, ...] = ()
 
 
-_observers = _Observers()
+observers = _Observers()
 
 
 @contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
     """Hand every `run` of this thread within the block to an observer. Earlier observers are outermost."""
-    before = _observers.stack
-    _observers.stack = (*before, observer)
+    before = observers.stack
+    observers.stack = (*before, observer)
     try:
         yield
     finally:
-        _observers.stack = before
+        observers.stack = before
 
 
 def run(call: Call, kernel: str = "auto") -> Tensor:
     """The output (B, H, N, E) of a call, by the kernel named; by "auto" the first that can serve and is worth it."""
-    if not torch.compiler.is_compiling() and _observers.stack:
+    if not torch.compiler.is_compiling() and observers.stack:
         return _run_observed(call, kernel)
     return _compute(call, kernel)
 
@@ -72,14 +83,14 @@ def run(call: Call, kernel: str = "auto") -> Tensor:
 def _run_observed(call: Call, kernel: str) -> Tensor:
     """Each observer wraps the next. Attention that an observer computes is not observed."""
     compute: Callable[[], Tensor] = functools.partial(_compute, call, kernel)
-    stack = _observers.stack
+    stack = observers.stack
     for observer in reversed(stack):
         compute = functools.partial(observer.attention, call, compute, kernel)
-    _observers.stack = ()
+    observers.stack = ()
     try:
         return compute()
     finally:
-        _observers.stack = stack
+        observers.stack = stack
 
 
 def _compute(call: Call, kernel: str) -> Tensor:

@@ -72,7 +72,10 @@ def check_types(query: object, key: object, value: object, cache: object) -> Non
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, int, int], weight: object) -> None:
     """Raise unless query (B, N, W), key (B, M, W) and value (B, M, W) fit each other and the layer's weight."""
-    for what, x, width in (("query", query, widths[0]), ("key", key, widths[1]), ("value", value, widths[2])):
+    inputs = ("query", query, widths[0]), ("key", key, widths[1]), ("value", value, widths[2])
+    if key is query and value is query and widths[0] == widths[1] == widths[2]:
+        inputs = inputs[:1]  # the others are the same
+    for what, x, width in inputs:
         if x.dim() != 3 or x.shape[-1] != width:
             raise bad_value(
                 what,
@@ -86,9 +89,8 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, i
         raise bad_value("key, value", expected="the same length", received=f"{shape_of(key)}, {shape_of(value)}")
     if not isinstance(weight, Tensor):  # a quantised projection's is a method
         return
-    device = weight.device
-    cast = mixed_precision(device.type)
-    for what, x in (("query", query), ("key", key), ("value", value)):
+    device, dtype = weight.device, weight.dtype
+    for what, x, _ in inputs:
         if x.device != device:
             raise bad_value(
                 what,
@@ -96,10 +98,10 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, widths: tuple[int, i
                 received=x.device,
                 remedy=f"layer.to(device) or {what}.to(device)",
             )
-        if x.dtype != weight.dtype and not cast:
+        if x.dtype != dtype and not mixed_precision(device.type):
             raise bad_type(
                 what,
-                expected=f"{weight.dtype}, as the layer's weights",
+                expected=f"{dtype}, as the layer's weights",
                 received=x.dtype,
                 remedy=f"layer.to(dtype), {what}.to(dtype) or torch.autocast",
             )

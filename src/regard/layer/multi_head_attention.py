@@ -263,7 +263,7 @@ class MultiHeadAttention(nn.Module):
 
     def _split(self, x: Tensor, norm: nn.Module | None, width: int) -> Tensor:
         """(B, N, heads * width) -> (B, heads, N, width). The number of heads is inferred: x may hold a shard."""
-        x = x.unflatten(-1, (-1, width))
+        x = x.view(*x.shape[:-1], x.shape[-1] // width, width)
         if norm is not None:
             x = norm(x.to(next(norm.parameters()).dtype)).to(x.dtype)  # its weights may be wider than x
         return x.transpose(1, 2)
@@ -291,7 +291,7 @@ class MultiHeadAttention(nn.Module):
         elif self_attention and positions is not None:
             k, slots = self._rotate(k, positions, None), Slots(positions=positions, key_positions=positions)
         else:
-            k, slots = self._rotate(k, 0, k.shape[2]), Slots(positions=positions)
+            k, slots = self._rotate(k, 0, k.shape[2]), _CONTIGUOUS if positions is None else Slots(positions=positions)
         if isinstance(self.position_encoding, Rotary):
             q, k = slots.rotate_queries(q, k, self._rotate)
         return q, k, v, slots
@@ -303,12 +303,14 @@ class MultiHeadAttention(nn.Module):
 
     def _options(self, slots: Slots, mask: Mask | Tensor | None, bias: BiasLike | None) -> dict[str, Any]:
         """The arguments of `attend` and `attention_weights` beside q, k and v."""
-        position_biases = () if isinstance(self.position_encoding, Rotary) else as_biases(self.position_encoding)
+        encoding = self.position_encoding
+        if encoding is not None and not isinstance(encoding, Rotary):
+            bias = (*slots.clamp_biases(as_biases(encoding)), *as_biases(bias))
         if slots.mask is not None:
             mask = slots.mask if mask is None else slots.mask & as_mask(mask)
         return {
             "mask": mask,
-            "bias": (*slots.clamp_biases(position_biases), *as_biases(bias)) or None,
+            "bias": bias,
             "positions": slots.positions,
             "key_positions": slots.key_positions,
             "scale": self.head_dim**-0.5 if self.scale is None else self.scale,
@@ -408,6 +410,9 @@ class MultiHeadAttention(nn.Module):
             if getattr(self, name) != default:
                 parts.append(f"{name}={getattr(self, name)!r}")
         return ", ".join(parts)
+
+
+_CONTIGUOUS = Slots()
 
 
 def _norm(kind: str | None, width: int) -> nn.Module | None:

@@ -112,8 +112,7 @@ class Backward {
     void run() {
         std::atomic<int64_t> next{0};
         std::atomic<bool> failed{false};
-#pragma omp parallel num_threads(a.threads)
-        {
+        in_team(a.threads, [&] {
             FlushSubnormals flush;
             bool ready = true;
             try {
@@ -137,7 +136,7 @@ class Backward {
                     deliver(kv_head, dk, dk + dk_size, first, std::min(first + ROWS, a.keys));
                 }
             }
-        }
+        });
         if (failed) throw std::bad_alloc();
         bias.finish(parts);
         if (g.d_sinks) {

@@ -8,13 +8,12 @@
 // The keys of a head are divided into pieces, enough for all threads. Each piece has its maximum, sum and output, which
 // are merged in order.
 #pragma once
-#include <omp.h>
-
 #include <atomic>
 #include <tuple>
 
 #include "forward.h"
 #include "numbers.h"
+#include "team.h"
 
 namespace REGARD_NAMESPACE {
 
@@ -362,7 +361,8 @@ void join(const Pieces &pieces, int64_t head, int64_t n) {
         base = any ? std::max<double>(base, pieces.maxima(p)[n]) : pieces.maxima(p)[n];
         any = true;
     }
-    alignas(64) float sum[256 + W] = {};
+    alignas(64) float sum[256 + W];  // (as much of it as is read is set: all of it would take longer than a small call)
+    for (int64_t e = 0; e < pieces.row; e += W) store(sum + e, F{});
     for (int64_t p = head * pieces.count; p < (head + 1) * pieces.count; p++) {
         // (A piece of weight 0 adds 0, or NaN if a value is NaN.)
         const double part = pieces.sums(p)[n] == 0.0f ? 0.0 : std::exp2((pieces.maxima(p)[n] - base) * factor);
@@ -422,8 +422,7 @@ void decode(const regard_args &a, Scratch &memory) {
     const int threads = (int)std::min<int64_t>({a.threads, heads * count, 1 + bytes / (64 << 10)});
     std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
-#pragma omp parallel num_threads(threads)
-    {
+    in_team(threads, [&] {
         FlushSubnormals flush;
         try {
             for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < heads * count;) {
@@ -443,7 +442,7 @@ void decode(const regard_args &a, Scratch &memory) {
         } catch (const std::bad_alloc &) {
             failed = true;
         }
-    }
+    });
     if (failed) throw std::bad_alloc();
 }
 

@@ -1,10 +1,9 @@
 // Distributes the blocks of a call over threads.
 #pragma once
-#include <omp.h>
-
 #include <atomic>
 
 #include "statistics.h"
+#include "team.h"
 
 namespace REGARD_NAMESPACE {
 
@@ -52,12 +51,14 @@ const T *pack(const regard_args &a, const From *from, int64_t (&stride)[3], int6
     // A small copy is faster than waking other threads.
     const int64_t bytes = a.batch * a.groups * rows * width * (int64_t)sizeof(T);
     const int threads = (int)std::min<int64_t>(a.threads, 1 + bytes / (512 << 10));
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < a.batch * a.groups * runs; i++) {
-        const int64_t head = i / runs, row = i % runs * RUN;
-        const From *here = from + head / a.groups * stride[0] + head % a.groups * stride[1];
-        for (int64_t j = row; j < std::min(row + RUN, rows); j++) copy(here, j, to + (head * rows + j) * width);
-    }
+    in_team(threads, [&] {
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < a.batch * a.groups * runs; i++) {
+            const int64_t head = i / runs, row = i % runs * RUN;
+            const From *here = from + head / a.groups * stride[0] + head % a.groups * stride[1];
+            for (int64_t j = row; j < std::min(row + RUN, rows); j++) copy(here, j, to + (head * rows + j) * width);
+        }
+    });
     stride[0] = a.groups * rows * width;
     stride[1] = rows * width;
     stride[2] = width;
@@ -90,8 +91,7 @@ void plain(const Work &work) {
     const int64_t teams = (work.blocks + size - 1) / size;
     std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
-#pragma omp parallel num_threads(a.threads)
-    {
+    in_team(a.threads, [&] {
         FlushSubnormals flush;
         try {
             for (int m = 0; m < size; m++) {
@@ -108,7 +108,7 @@ void plain(const Work &work) {
             failed = true;
         }
         keep_desks();
-    }
+    });
     if (failed) throw std::bad_alloc();
 }
 

@@ -97,9 +97,9 @@ class AttentionCapture:
             stack.callback(huggingface.stop, self)
             eager_mode.start(self.frames.modules)
             stack.callback(eager_mode.stop)
-            self.mode = CaptureMode(self)
-            self.mode.__enter__()
-            stack.callback(self.mode.end)
+            self.function_mode = CaptureMode(self)
+            self.function_mode.__enter__()
+            stack.callback(self.function_mode.end)
             stack.callback(self.closed.leave)
             self._stack = stack.pop_all()
         return self
@@ -211,7 +211,7 @@ class AttentionCapture:
         if len(ids) > 1:  # of a source and a target, for example
             self.streams.begin(ids)
         if not self.streams.on and not self.inside_attention:
-            self.closed.began(frame, self.mode, AttendObserver(self))
+            self.closed.began(frame, self.function_mode, AttendObserver(self))
 
     def _module_ended(self, frame: Frame, output: Any) -> None:
         self.closed.ended(frame)

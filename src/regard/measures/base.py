@@ -91,8 +91,16 @@ class Plane:
         return self.once("ascending", lambda: bool((self.k_positions[:, 1:] > self.k_positions[:, :-1]).all()))
 
     @property
+    def steps_of_one(self) -> bool:
+        """Whether each key's position is one more than that of the slot before."""
+        return self.once("steps", lambda: bool((self.k_positions[:, 1:] - self.k_positions[:, :-1] == 1).all()))
+
+    @property
     def is_first(self) -> Tensor:
         """Which key is the text's first token: booleans (1|B, M)."""
+        return self.once("first", self._is_first)
+
+    def _is_first(self) -> Tensor:
         numbers = torch.arange(self.keys, device=self.k_positions.device) if self.numbers is None else self.numbers
         return (numbers == 0)[None] if self.first is None else numbers == self.first[:, None]
 

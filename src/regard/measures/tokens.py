@@ -110,10 +110,11 @@ class Tokens(Measure):
         if all(which is not None for which in self.kinds.values()):
             return Reduction(columns=columns)
         ids, key_ids = ids_of_queries(plane, self), ids_of_keys(plane, self)
-        every = torch.full_like(plane.q_positions, plane.keys)
-        only_first = torch.where(plane.is_first, key_ids, NO_TOKEN)
-        lists = [_same_tokens(ids, keys, every) for keys in (key_ids, only_first)]
-        return Reduction(columns=columns, lists=KeyLists.joined(lists))
+        slots = torch.arange(plane.keys, device=key_ids.device)
+        first = slots[None].masked_fill(~plane.is_first, plane.keys).amin(1, keepdim=True)  # (1|B, 1)
+        every = torch.full_like(first, plane.keys)
+        ranges = torch.zeros_like(first), every, first, torch.minimum(first + 1, every)
+        return Reduction(columns=columns, lists=_same_tokens(ids, key_ids, *ranges))
 
     def take(self, state: tuple[Tensor, Tensor], sums: Sums, plane: Plane, prepared: Any) -> None:
         assert sums.columns is not None
@@ -171,18 +172,17 @@ class _Copies(Measure):
     def reduction(self, plane: Plane, prepared: tuple[Tensor, Tensor, Tensor]) -> Reduction | None:
         """Two lists: the keys that count, and those of them that lie apart. Where positions rise one by one, what is
         left out of the second stands at the ends of the first."""
+        return plane.once((self, "lists"), lambda: self._reduction(plane, prepared))
+
+    def _reduction(self, plane: Plane, prepared: tuple[Tensor, Tensor, Tensor]) -> Reduction | None:
         ids, copies, positions = prepared
         keys, queries = plane.k_positions, plane.q_positions
-        if not bool((keys[:, 1:] - keys[:, :-1] == 1).all()) and (self.after == 0 or plane.text_ids is None):
+        if not plane.steps_of_one and (self.after == 0 or plane.text_ids is None):
             return None
-        items = max(x.shape[0] for x in (ids, copies, keys, queries, plane.is_first))
-        positions, keys, queries = (x.expand(items, -1).contiguous() for x in (positions, keys, queries))
-        earlier, far = torch.searchsorted(positions, queries), torch.searchsorted(keys, queries - 1)
-        first = plane.is_first.to(torch.uint8).argmax(1)[:, None]
-        after_first = torch.where(plane.is_first.any(1, keepdim=True), first + 1, 0)
-        every = _same_tokens(ids, copies, earlier)
-        apart = _same_tokens(ids, copies, torch.minimum(earlier, far), after_first)
-        return Reduction(lists=KeyLists.joined([every, apart]))
+        earlier, far = _slots_before(positions, queries), _slots_before(keys, queries - 1)
+        is_first = plane.is_first
+        first = is_first.to(torch.uint8).argmax(1, keepdim=True) + is_first.any(1, keepdim=True)
+        return Reduction(lists=_same_tokens(ids, copies, 0, earlier, first, torch.minimum(earlier, far)))
 
     def take(self, state: tuple[Tensor, Tensor], sums: Sums, plane: Plane, prepared: Any) -> None:
         assert sums.lists is not None
@@ -194,6 +194,11 @@ class _Copies(Measure):
 
     def counted(self, plane: Plane, prepared: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
         """A token counts if the first of its kind stands before it: far enough, in the second result."""
+        reduction = self.reduction(plane, prepared) if plane.numbers is None else None
+        if reduction is not None:  # all tokens are among the keys: those count whose lists are not empty
+            assert reduction.lists is not None
+            full = reduction.lists.end > reduction.lists.begin
+            return dict(zip(self.gives, full.unbind(-1), strict=True))
         key_ids, k_positions, number = ids_of_keys(plane, self), plane.k_positions, plane.numbers
         if plane.text_ids is not None:
             key_ids = plane.text_ids
@@ -234,23 +239,36 @@ class Duplicate(_Copies):
     after = 0
 
 
-def _same_tokens(ids: Tensor, key_ids: Tensor, before: Tensor, from_slot: Tensor | None = None) -> KeyLists:
-    """For each query (1|B, N) the keys (1|B, M) with its id, in the slots from `from_slot` (1|B, 1) on and before
-    `before` (1|B, N). All lists are parts of one row: the keys in the order of their ids."""
-    items = max(x.shape[0] for x in (ids, key_ids, before))
-    ids, key_ids, before = (x.expand(items, -1).contiguous() for x in (ids, key_ids, before))
-    sorted_ids, order = key_ids.sort(dim=1, stable=True)
-    m = key_ids.shape[1]
-    new = torch.nn.functional.pad((sorted_ids[:, 1:] != sorted_ids[:, :-1]).to(torch.int64), (1, 0))
-    kinds = new.cumsum(1)[:, :m]  # (items, M), rising: a number for each id
-    places = kinds * (m + 1) + order  # rising: by id, then by slot
-    at = torch.searchsorted(sorted_ids, ids).clamp_(max=max(m - 1, 0))
-    kind = kinds.gather(1, at) * (m + 1)
-    found = sorted_ids.gather(1, at) == ids
-    begin = torch.searchsorted(places, kind if from_slot is None else kind + from_slot)
-    end = torch.searchsorted(places, kind + before)
-    end = torch.where(found, torch.maximum(end, begin), begin)
-    return KeyLists(order.to(torch.int32), begin[..., None], end[..., None])
+def _same_tokens(ids: Tensor, key_ids: Tensor, *ranges: Tensor | int) -> KeyLists:
+    """For each query (1|B, N) lists of the keys (1|B, M) with its id: one for each two of `ranges`, which are the first
+    slot and the slot after the last, (1|B, 1|N) each. All lists are parts of one row: the keys in the order of ids."""
+    items = max(x.shape[0] for x in (ids, key_ids, *ranges) if isinstance(x, Tensor))
+    m, n = key_ids.shape[1], ids.shape[1]
+    ids, key_ids = _small_ids(ids, key_ids, 2**62 // (m + 1))
+    places = key_ids * (m + 1) + torch.arange(m, device=key_ids.device)
+    places = places.sort(dim=1).values  # by id, then by slot
+    wanted = [(ids * (m + 1) + slot).expand(items, n) for slot in ranges]
+    found = torch.searchsorted(places.expand(items, -1).contiguous(), torch.cat(wanted, 1)).view(items, len(ranges), n)
+    begin, end = found[:, 0::2].mT, found[:, 1::2].mT  # (items, N, K)
+    return KeyLists(places.remainder(m + 1).to(torch.int32), begin, torch.maximum(begin, end))
+
+
+def _small_ids(ids: Tensor, key_ids: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+    """Ids of queries and keys as numbers from -1 on and below a limit, equal where they were equal."""
+    ids, key_ids = (x.masked_fill(x == NO_TOKEN, -1) for x in (ids, key_ids))
+    least, most = (
+        (int(x) for x in torch.cat([ids.flatten(), key_ids.flatten()]).aminmax()) if key_ids.numel() else (0, 0)
+    )
+    if least >= -1 and most < limit:
+        return ids, key_ids
+    _, numbers = torch.cat([ids.flatten(), key_ids.flatten()]).unique(return_inverse=True)
+    return numbers[: ids.numel()].view(ids.shape), numbers[ids.numel() :].view(key_ids.shape)
+
+
+def _slots_before(positions: Tensor, wanted: Tensor) -> Tensor:
+    """How many keys, whose positions (1|B, M) rise, stand before some positions (1|B, N): (1|B, N)."""
+    items = max(positions.shape[0], wanted.shape[0])
+    return torch.searchsorted(*(x.expand(items, -1).contiguous() for x in (positions, wanted)))
 
 
 def ids_of_queries(plane: Plane, measure: Measure) -> Tensor:

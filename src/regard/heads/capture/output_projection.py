@@ -72,6 +72,8 @@ class ProjectionTracker:
         self.capture = capture
         # By id of the projection's module: projections to check when it runs, and the call within which it must run
         self.expected: dict[int, list[tuple[Projection, Frame]]] = {}
+        # By the module that computes attention, the one that called it, and the width of all heads
+        self.found: dict[tuple[nn.Module, nn.Module | None, int], nn.Module | None] = {}
 
     def find(self, attention: ObservedCall, frame: Frame, *, check: bool = True) -> None:
         """Set the projection of an attention, if the running module, or the one that called it, has one by a known
@@ -80,7 +82,10 @@ class ProjectionTracker:
         if self.capture.changes or values is None:
             return
         parent = None if frame.parent is None else frame.parent.module
-        module = _find_module(frame.module, attention.shape[1] * values.shape[3], parent)
+        key = (frame.module, parent, attention.shape[1] * values.shape[3])
+        if key not in self.found:
+            self.found[key] = _find_module(frame.module, key[2], parent)
+        module = self.found[key]
         if module is None:
             return
         weight = _full_parameter(module.weight)  # type: ignore[arg-type]

@@ -194,7 +194,11 @@ void start(const regard_args &a, const Block &block, Desk &desk) {
             rows_to_lanes((const decltype(number) *)a.q + at, a.q_stride[2], block.rows, block.lanes, a.width, desk.q);
         });
     }
-    if (a.out) std::memset(desk.o, 0, sizeof(float) * LANES * a.value_width);
+    if (a.out) {  // only lanes that are used: a short text has 16 of the 64
+        for (int64_t e = 0; e < a.value_width; e++)
+            for (int lane = 0; lane < block.lanes; lane += COLUMN)
+                std::memset(desk.o + e * LANES + lane, 0, COLUMN * sizeof(float));
+    }
     desk.rows.begin();
     desk.seen.clear();
     if (a.drop_rows) {

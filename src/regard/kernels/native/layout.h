@@ -33,7 +33,7 @@ void rows_to_lanes(const T *from, int64_t stride, int64_t rows, int lanes, int64
 // to[lane][x] = from[x][lane] * factor[lane]. Returns false if a number is not finite.
 template <class T>
 bool lanes_to_rows(const float *from, int64_t rows, int64_t width, const float *factor, T *to, int64_t stride) {
-    F odd = {};  // 0 * x is NaN if x is not finite, else 0
+    F odd[4] = {};  // 0 * x is NaN if x is not finite, else 0; four sums, so that they need not wait for each other
     float odd_one = 0.0f;
     for (int64_t lane = 0; lane < rows; lane += W) {
         const int64_t here = rows - lane < W ? rows - lane : W;
@@ -45,11 +45,11 @@ bool lanes_to_rows(const float *from, int64_t rows, int64_t width, const float *
 #pragma GCC unroll 16
             for (int i = 0; i < W; i++) block[i] = load(from + (x + i) * LANES + lane) * f;
             transpose(block);
+            if (here == W) {
 #pragma GCC unroll 16
-            for (int i = 0; i < W; i++) {
-                if (i >= here) break;
-                odd += block[i] * 0.0f;
-                store(p + i * stride + x, block[i]);
+                for (int i = 0; i < W; i++) odd[i % 4] += block[i] * 0.0f, store(p + i * stride + x, block[i]);
+            } else {
+                for (int i = 0; i < here; i++) odd[0] += block[i] * 0.0f, store(p + i * stride + x, block[i]);
             }
         }
         for (; x < width; x++) {
@@ -60,7 +60,8 @@ bool lanes_to_rows(const float *from, int64_t rows, int64_t width, const float *
             }
         }
     }
-    return !any(odd != odd) && odd_one == odd_one;
+    const F all = (odd[0] + odd[1]) + (odd[2] + odd[3]);
+    return !any(all != all) && odd_one == odd_one;
 }
 
 // to[j][lane] = from[lane][j] with any strides, for blocks of a dense bias.

@@ -28,6 +28,13 @@ constexpr int VECTORS = REGISTERS == 32 ? 4 : 2;  // per row of a tile
 constexpr int rows_of(int nv) { return REGISTERS == 32 ? (nv == 4 ? 6 : nv == 3 ? 8 : 12) : (nv == 2 ? 6 : 10); }
 constexpr int MOST_ROWS = REGISTERS == 32 ? 12 : 10;
 
+// The number of rows of the next tile, of `left`. A thin tile would come last where few rows remain after this one: its
+// few sums would wait for each other, so both are made about equal.
+constexpr int64_t next_rows(int64_t left, int64_t most) {
+    if (left <= most) return left;
+    return left <= most + most / 2 ? (left + 1) / 2 : most;
+}
+
 // R keys against NV vectors of queries, over part of the width; with `Add` added to s. `top` is the running maximum of
 // each lane, `at` its key.
 template <int R, int NV, bool Add, bool Max, bool Where, class T>
@@ -142,11 +149,10 @@ void scores_strip(const T *k, int64_t k_stride, int64_t keys, const T *q, int64_
                   int32_t *at, int32_t key) {
     static constexpr auto tiles = scores_tiles<NV, Add, Max, Where, T>(std::make_integer_sequence<int, MOST_ROWS>{});
     constexpr int R = rows_of(NV);
-    int64_t j = 0;
-    for (; j + R <= keys; j += R)
-        scores_tile<R, NV, Add, Max, Where>(k + j * k_stride, k_stride, q, width, s + j * LANES, top, at,
-                                            key + (int32_t)j);
-    if (j < keys) tiles[keys - j - 1](k + j * k_stride, k_stride, q, width, s + j * LANES, top, at, key + (int32_t)j);
+    for (int64_t j = 0, some; j < keys; j += some) {
+        some = next_rows(keys - j, R);
+        tiles[some - 1](k + j * k_stride, k_stride, q, width, s + j * LANES, top, at, key + (int32_t)j);
+    }
 }
 
 template <int NV, class T>
@@ -154,18 +160,20 @@ void values_strip(const T *v, int64_t v_stride, const T *p, int64_t keys, int64_
                   float *o) {
     static constexpr auto tiles = values_tiles<NV, T>(std::make_integer_sequence<int, MOST_ROWS>{});
     constexpr int R = rows_of(NV);
-    int64_t e = 0;
-    for (; e + R <= value_width; e += R) values_tile<R, NV>(v + e, v_stride, p, keys, shrink, o + e * LANES);
-    if (e < value_width) tiles[value_width - e - 1](v + e, v_stride, p, keys, shrink, o + e * LANES);
+    for (int64_t e = 0, some; e < value_width; e += some) {
+        some = next_rows(value_width - e, R);
+        tiles[some - 1](v + e, v_stride, p, keys, shrink, o + e * LANES);
+    }
 }
 
 template <int NV>
 void rows_strip(const float *p, int64_t keys, int64_t lanes, const float *rows, int64_t stride, float *to) {
     static constexpr auto tiles = rows_tiles<NV>(std::make_integer_sequence<int, MOST_ROWS>{});
     constexpr int R = rows_of(NV);
-    int64_t j = 0;
-    for (; j + R <= keys; j += R) rows_tile<R, NV>(p + j * LANES, lanes, rows, stride, to + j * stride);
-    if (j < keys) tiles[keys - j - 1](p + j * LANES, lanes, rows, stride, to + j * stride);
+    for (int64_t j = 0, some; j < keys; j += some) {
+        some = next_rows(keys - j, R);
+        tiles[some - 1](p + j * LANES, lanes, rows, stride, to + j * stride);
+    }
 }
 
 // f(lane, NV as a type) for the tiles, NV vectors wide, that cover the lanes [first, last).

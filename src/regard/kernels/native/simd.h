@@ -25,18 +25,15 @@ typedef float F __attribute__((vector_size(W * 4)));
 typedef int32_t I __attribute__((vector_size(W * 4)));
 typedef uint32_t U __attribute__((vector_size(W * 4)));
 
-inline F load(const float *p) {
-    F x;
-    std::memcpy(&x, p, sizeof x);
-    return x;
-}
-inline I load(const int32_t *p) {
-    I x;
-    std::memcpy(&x, p, sizeof x);
-    return x;
-}
-inline void store(float *p, F x) { std::memcpy(p, &x, sizeof x); }
-inline void store(int32_t *p, I x) { std::memcpy(p, &x, sizeof x); }
+// The same in memory, at any address that is aligned for a float. (Through memcpy GCC spills sums before it stores
+// them.)
+typedef F FInMemory __attribute__((aligned(4), may_alias));
+typedef I IInMemory __attribute__((aligned(4), may_alias));
+
+inline F load(const float *p) { return *(const FInMemory *)p; }
+inline I load(const int32_t *p) { return *(const IInMemory *)p; }
+inline void store(float *p, F x) { *(FInMemory *)p = x; }
+inline void store(int32_t *p, I x) { *(IInMemory *)p = x; }
 inline F broadcast(float x) { return x - F{}; }  // (0 + x would turn -0 into 0)
 inline I broadcast(int32_t x) { return x - I{}; }
 
@@ -83,39 +80,45 @@ inline bool any(I where) {
 }
 
 // 2 ** x for x <= about 0 (up to 127), within 0.7 ulp; below -126 exactly 0; NaN stays NaN. `x` is clamped in
-// place, so that 0 * x is 0 and not NaN if x was -inf.
-inline F exp2_clamped(F &x) {
-    const F lowest = broadcast(-127.0f);
-    x = larger(lowest, x);
+// place, so that 0 * x is 0 and not NaN if x was -inf. Each step is done for NV vectors before the next: it takes
+// longer than a CPU can look ahead.
+template <int NV>
+inline void exp2_clamped(F (&x)[NV], F (&power)[NV]) {
+    F n[NV], f[NV];
+    const auto each = [](auto step) {
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) step(v);
+    };
+    each([&](int v) { x[v] = larger(broadcast(-127.0f), x[v]); });
 #if defined(__AVX512F__)
-    const F n = (F)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-#elif defined(__AVX2__)
-    const F n = (F)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    each([&](int v) { n[v] = (F)_mm512_roundscale_ps((__m512)x[v], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); });
 #else
-    const F shifter = broadcast(12582912.0f);  // 1.5 * 2 ** 23: adding it rounds to the nearest integer
-    const F n = (x + shifter) - shifter;
+    // Adding 1.5 * 2 ** 23 rounds to the nearest integer n; with 127 more, the lowest bits are the exponent of 2 ** n.
+    const F shifter = broadcast(12582912.0f + 127.0f);
+    F shifted[NV];
+    each([&](int v) { shifted[v] = x[v] + shifter; });
+    each([&](int v) { n[v] = shifted[v] - shifter; });
 #endif
-    const F f = x - n;
-    F p = broadcast(0x1.41fbap-13f);
-    p = p * f + 0x1.5f3e5p-10f;
-    p = p * f + 0x1.3b2d4ep-7f;
-    p = p * f + 0x1.c6aee8p-5f;
-    p = p * f + 0x1.ebfbdcp-3f;
-    p = p * f + 0x1.62e43p-1f;
-    p = p * f + 1.0f;
+    each([&](int v) { f[v] = x[v] - n[v]; });
+    each([&](int v) { power[v] = 0x1.41fbap-13f * f[v] + 0x1.5f3e5p-10f; });
+    each([&](int v) { power[v] = power[v] * f[v] + 0x1.3b2d4ep-7f; });
+    each([&](int v) { power[v] = power[v] * f[v] + 0x1.c6aee8p-5f; });
+    each([&](int v) { power[v] = power[v] * f[v] + 0x1.ebfbdcp-3f; });
+    each([&](int v) { power[v] = power[v] * f[v] + 0x1.62e43p-1f; });
+    each([&](int v) { power[v] = power[v] * f[v] + 1.0f; });
 #if defined(__AVX512F__)
     // 2 ** -127 is subnormal, and the workers flush it to zero
-    return (F)_mm512_scalef_ps((__m512)p, (__m512)n);
-#elif defined(__AVX2__)
-    const I e = (I)_mm256_cvtps_epi32((__m256)n);
-    return p * (F)((e + 127) << 23);
+    each([&](int v) { power[v] = (F)_mm512_scalef_ps((__m512)power[v], (__m512)n[v]); });
 #else
-    const I e = __builtin_convertvector(n, I);
-    return p * (F)((e + 127) << 23);
+    each([&](int v) { power[v] *= (F)((U)shifted[v] << 23); });
 #endif
 }
 
-inline F exp2(F x) { return exp2_clamped(x); }
+inline F exp2(F x) {
+    F one[1] = {x}, power[1];
+    exp2_clamped(one, power);
+    return power[0];
+}
 
 // tanh within 2 ulp: a polynomial about 0 (Cephes), (1 - e) / (1 + e) with e = exp(-2 |x|) beyond.
 inline F tanh(F x) {
@@ -145,6 +148,35 @@ inline F interleave_high(F a, F b, std::integer_sequence<int, lane...>) {
 inline F interleave_low(F a, F b) { return interleave_low(a, b, std::make_integer_sequence<int, W>{}); }
 inline F interleave_high(F a, F b) { return interleave_high(a, b, std::make_integer_sequence<int, W>{}); }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// With AVX, instructions that interleave or shuffle work on each half of a vector; those that cross the halves are
+// slow.
+inline F unpack_low(F a, F b) { return (F)_mm256_unpacklo_ps((__m256)a, (__m256)b); }
+inline F unpack_high(F a, F b) { return (F)_mm256_unpackhi_ps((__m256)a, (__m256)b); }
+inline F low_halves(F a, F b) { return (F)_mm256_permute2f128_ps((__m256)a, (__m256)b, 0x20); }
+inline F high_halves(F a, F b) { return (F)_mm256_permute2f128_ps((__m256)a, (__m256)b, 0x31); }
+
+// Transpose 8 x 8 in place: 4 x 4 within the halves, then the halves.
+inline void transpose(F (&x)[W]) {
+    F y[W];
+#pragma GCC unroll 2
+    for (int i = 0; i < W; i += 4) {
+        const F a = unpack_low(x[i], x[i + 2]), b = unpack_low(x[i + 1], x[i + 3]);
+        const F c = unpack_high(x[i], x[i + 2]), d = unpack_high(x[i + 1], x[i + 3]);
+        y[i] = unpack_low(a, b), y[i + 1] = unpack_high(a, b);
+        y[i + 2] = unpack_low(c, d), y[i + 3] = unpack_high(c, d);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) x[i] = low_halves(y[i], y[i + 4]), x[i + 4] = high_halves(y[i], y[i + 4]);
+}
+
+// The sums of W vectors, as one vector.
+inline F sums(F (&x)[W]) {
+    const auto both = [](F a, F b) { return unpack_low(a, b) + unpack_high(a, b); };
+    const F low = both(both(x[0], x[2]), both(x[1], x[3])), high = both(both(x[4], x[6]), both(x[5], x[7]));
+    return low_halves(low, high) + high_halves(low, high);
+}
+#else
 // Transpose W x W in place: log2(W) perfect shuffles of the matrix.
 inline void transpose(F (&x)[W]) {
     F y[W];
@@ -171,6 +203,7 @@ inline F sums(F (&x)[W]) {
     }
     return x[0];
 }
+#endif
 
 template <int by, int... lane>
 inline F rotate(F x, std::integer_sequence<int, lane...>) {

@@ -83,14 +83,16 @@ void exponentials_strip(float *s, int64_t keys, float factor, Rows &rows, int la
         store(rows.base + i, base[v]);
     }
     for (int64_t j = 0; j < keys; j++) {
+        float *p = s + j * LANES + lane;
+        F x[NV], weight[NV];
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) x[v] = (load(p + v * W) - base[v]) * factor;
+        exp2_clamped(x, weight);
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) {
-            float *p = s + j * LANES + lane + v * W;
-            F x = (load(p) - base[v]) * factor;
-            const F weight = exp2_clamped(x);
-            total[v] += weight;
-            if (Logs) logs[v] += weight * x;
-            store(p, weight);
+            total[v] += weight[v];
+            if (Logs) logs[v] += weight[v] * x[v];
+            store(p + v * W, weight[v]);
         }
     }
 #pragma GCC unroll 4

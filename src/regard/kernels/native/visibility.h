@@ -53,20 +53,26 @@ class Plan {
   public:
     // Spans begin at multiples of `step`, 1 or 2.
     Plan(const regard_args &a, const Block &block, int64_t step = 1) : a(a), block(block) {
+        const bool shared = !a.causal && a.before < 0 && a.after < 0;  // one range for all queries
+        auto range = range_of(a, block.item, block.row);
         for (int i = 0; i < block.lanes; i++) {
             const int64_t row = block.row + std::min(i, block.rows - 1);
-            const auto [from, to] = range_of(a, block.item, row);
-            low[i] = (int32_t)from;
-            high[i] = (int32_t)to;
+            if (!shared) range = range_of(a, block.item, row);
+            low[i] = (int32_t)range.first;
+            high[i] = (int32_t)range.second;
             if (a.q_docs) docs[i] = a.q_docs[block.item * a.q_docs_stride + row];
         }
         all_high = begin = a.keys;
         for (int c = 0; c < block.lanes / COLUMN; c++) {
             const int32_t *l = low + c * COLUMN, *h = high + c * COLUMN;
-            low_least[c] = *std::min_element(l, l + COLUMN);
-            low_most[c] = *std::max_element(l, l + COLUMN);
-            high_least[c] = *std::min_element(h, h + COLUMN);
-            high_most[c] = *std::max_element(h, h + COLUMN);
+            low_least[c] = low_most[c] = l[0];
+            high_least[c] = high_most[c] = h[0];
+            for (int i = 1; i < COLUMN; i++) {  // (std::min_element is not vectorised)
+                low_least[c] = std::min(low_least[c], l[i]);
+                low_most[c] = std::max(low_most[c], l[i]);
+                high_least[c] = std::min(high_least[c], h[i]);
+                high_most[c] = std::max(high_most[c], h[i]);
+            }
             all_low = std::max<int64_t>(all_low, low_most[c]);
             all_high = std::min<int64_t>(all_high, high_least[c]);
             begin = std::min<int64_t>(begin, low_least[c]);

@@ -82,7 +82,10 @@ class Statistics:
             asked.in_strips.append(not by_name and reduction is None)
         asked._place_sums()
         if not contiguous and ("distance" in asked.places or "offset" in asked.places):
-            asked.places |= {"q_positions": plane.q_positions, "k_positions": plane.k_positions.contiguous()}
+            asked.places |= {
+                "q_positions": plane.q_positions.contiguous(),
+                "k_positions": plane.k_positions.contiguous(),
+            }
         if plane.padding is not None:
             asked.places["uncounted"] = plane.padding.expand(plane.batch, -1).contiguous()
         asked.places["target"] = torch.empty(plane.batch, plane.heads, plane.queries, dtype=torch.int64)
@@ -152,33 +155,20 @@ class Statistics:
 
     def packed(self) -> tuple[Any, ...]:
         """The fields of args.h from `entropy` on."""
-        get = self.places.get
-        heatmap, crop, columns, lists = get("heatmap"), get("crop"), get("columns"), get("key_lists")
-        q_positions, k_positions = get("q_positions"), get("k_positions")
-        factors, links = get("column_factors"), get("link_weights")
+        get, places = self.places.get, self.places
+        heatmap, crop = get("heatmap"), get("crop")
         return (
-            *(_address(get(name)) for name in _ADDRESSES),
+            *[_address(get(name)) for name in _ADDRESSES],
             *get("reach", (0, 0)),
             _address(heatmap),
             *((0, 0) if heatmap is None else heatmap.shape[2:]),
             _address(get("uncounted")),
-            _address(q_positions),
-            _address(k_positions),
-            *((0, 0) if q_positions is None else (_item_stride(q_positions), _item_stride(k_positions))),
-            _address(columns),
-            _address(factors),
-            *((0, 0, 0) if factors is None else (factors.shape[2], _item_stride(factors), _item_stride(factors, 1))),
-            *(
-                (0, 0, 0, 0, 0, 0)
-                if lists is None
-                else (get("lists").data_ptr(), *map(_address, (lists.keys, lists.begin, lists.end)), lists.count)
-                + (_item_stride(lists.begin),)
-            ),
-            _address(links),
-            _address(get("link_keys")),
-            0 if links is None else links.shape[3],
+            *((0,) * 4 if "q_positions" not in places else _positions(places["q_positions"], places["k_positions"])),
+            *((0,) * 5 if "columns" not in places else _columns(places["columns"], places["column_factors"])),
+            *((0,) * 6 if "lists" not in places else _lists(places["lists"], places["key_lists"])),
+            *((0,) * 3 if "link_keys" not in places else _links(places["link_weights"], places["link_keys"])),
             _address(crop),
-            *((0, 0, 0, 0) if crop is None else _corner(crop, *get("corner"))),
+            *((0,) * 4 if crop is None else _corner(crop, *places["corner"])),
         )
 
 
@@ -226,6 +216,23 @@ def _numbered(slots: Tensor, plane: Plane) -> Tensor:
     if plane.numbers is None:
         return slots
     return plane.numbers[slots.clamp(min=0)].where(slots >= 0, -1)
+
+
+def _positions(queries: Tensor, keys: Tensor) -> tuple[int, ...]:
+    return queries.data_ptr(), keys.data_ptr(), _item_stride(queries), _item_stride(keys)
+
+
+def _columns(sums: Tensor, factors: Tensor) -> tuple[int, ...]:
+    return sums.data_ptr(), factors.data_ptr(), factors.shape[2], _item_stride(factors), _item_stride(factors, 1)
+
+
+def _lists(sums: Tensor, lists: KeyLists) -> tuple[int, ...]:
+    addresses = [x.data_ptr() for x in (sums, lists.keys, lists.begin, lists.end)]
+    return *addresses, lists.count, _item_stride(lists.begin)
+
+
+def _links(weights: Tensor, keys: Tensor) -> tuple[int, ...]:
+    return weights.data_ptr(), keys.data_ptr(), weights.shape[3]
 
 
 def _corner(crop: Tensor, row: int, column: int) -> tuple[int, int, int, int]:

@@ -102,13 +102,13 @@ def _compute(call: Call, kernel: str) -> Tensor:
 def run_measured(
     call: Call, measures: MeasureRun, *, output: bool, kernel: str = "auto"
 ) -> tuple[Tensor | None, Tensor]:
-    """Output (None unless asked for) and log-sum-exp, while the weights are shown to some measures."""
+    """Output (None unless asked for) and log-sum-exp, while the weights are shown to some measures. The caller has
+    switched gradients and autocast off."""
     if kernel == "auto":
         chosen = next(candidate for candidate in MEASURING if candidate.why_not(call) is None and candidate.worth(call))
     else:
         chosen = choose(kernel, call)
-    with torch.no_grad(), fixed_precision(call.q):
-        return chosen.forward_measured(call, measures, output=output)
+    return chosen.forward_measured(call, measures, output=output)
 
 
 def weights(call: Call, stage: str = "weights") -> Tensor:

@@ -56,6 +56,7 @@ class Plane:
     key_padding: Tensor | None = None  # (B, M) True for padding keys; None if there is no padding
     first: Tensor | None = None  # (1|B,) the number of each text's first token; None where it is 0 everywhere
     _shared: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _rows: list[Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def once(self, key: Any, compute: Callable[[], _T]) -> _T:
         """`compute()`, or what it gave for the same key before, here or on a plane that shares with this one."""
@@ -73,8 +74,15 @@ class Plane:
         object.__setattr__(self, "_shared", shared)
         return self
 
+    def reserve_rows(self, count: int) -> None:
+        """Allocate at once what the next `count` calls of `new(queries)` will return."""
+        shape = (count, self.batch, self.heads, self.queries)
+        self._rows.extend(torch.zeros(shape, dtype=self.dtype, device=self.k_positions.device).unbind(0))
+
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Zeros (B, H, *shape)."""
+        if self._rows and dtype is None and shape == (self.queries,):
+            return self._rows.pop()
         device = self.k_positions.device
         return torch.zeros(self.batch, self.heads, *shape, dtype=dtype or self.dtype, device=device)
 
@@ -322,6 +330,7 @@ class Measure:
     needs_logs: ClassVar[bool] = False
     needs_all_heads: ClassVar[bool] = False  # whether a strip must hold all of them
     needs_scores: ClassVar[bool] = False  # whether weights alone, of attention written by hand, are not enough
+    query_tensors: ClassVar[int] = 0  # how many tensors (B, H, N) `begin` makes, for `Plane.reserve_rows`
     shareable: ClassVar[bool] = False  # whether `prepare`, `reduction` and `counted` use no values and no out_weight
     untabled: ClassVar[tuple[str, ...]] = ()  # results that roles are told by, and that are no column of a table
 
@@ -369,6 +378,8 @@ class Measure:
 
 class PerQuery(Measure):
     """A number per query: (B, H, N)."""
+
+    query_tensors = 1
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
         """The number of each query of the strip: (c, h, n)."""

@@ -28,6 +28,7 @@ class Contribution(Measure):
     """
 
     gives = {"contribution": "query", "contributed": "key"}
+    query_tensors = 1
     needs_out_weight = True
 
     def __init__(self, out_weight: Tensor | None = None) -> None:

@@ -46,6 +46,7 @@ class Peak(Measure):
     confidence of Voita et al. 2019. A query that sees nothing has the peak 0 and the target -1."""
 
     gives = {"peak": "query", "target": "choice"}
+    query_tensors = 1
     shareable = True
 
     def begin(self, plane: Plane) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ class Pairs(Measure):
     """
 
     gives = {"pairs": "query"}
+    query_tensors = 1
     shareable = True
 
     def __init__(self, keys: Tensor) -> None:

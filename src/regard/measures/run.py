@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -159,6 +159,7 @@ class MeasureRun:
         shared = [measure for measure in measures if measure.shareable]
         of_shared = plane.once(tuple(shared), lambda: {measure: _Prepared(measure, plane) for measure in shared})
         self.work = [of_shared.get(measure) or _Prepared(measure, plane) for measure in measures]
+        plane.reserve_rows(sum([measure.query_tensors for measure in measures]))
         self.states = [measure.begin(plane) for measure in measures]
         self.seen = plane.new(plane.queries, dtype=torch.bool)
 
@@ -197,14 +198,28 @@ class MeasureRun:
     def result(self, lse: Tensor | None = None) -> Measurements:
         """Everything that was found. `lse` (B, H, N): the log-sum-exp, where scores are known."""
         values: dict[str, Any] = {}
-        counts: dict[str, Tensor] = {}
         padding = self.plane.padding
         tokens = self.seen if padding is None else self.seen & ~padding[:, None]
-        for measure, state, work in zip(self.measures, self.states, self.work, strict=True):
+        for measure, state in zip(self.measures, self.states, strict=True):
             results = measure.end(state, tokens if measure.sums_queries else self.seen)
-            values |= measure.with_scores(results, lse) if lse is not None and measure.needs_scores else results
+            values.update(measure.with_scores(results, lse) if lse is not None and measure.needs_scores else results)
+        return Measurements(values, self.seen, self._counts(), lse=lse)
+
+    def _counts(self) -> dict[str, Tensor]:
+        """Which queries (B, H, N) count in the mean of a result, where not all do that see a key."""
+        names: list[str] = []
+        masks: list[Tensor] = []
+        shareable = True
+        for work in self.work:
             counted = work.counted
             if counted is not None:
-                by_name = counted if isinstance(counted, dict) else dict.fromkeys(results, counted)
-                counts |= {name: self.seen & which[:, None] for name, which in by_name.items()}
-        return Measurements(values, self.seen, counts, lse=lse)
+                shareable = shareable and work.measure.shareable
+                by_name = counted if isinstance(counted, dict) else dict.fromkeys(work.measure.gives, counted)
+                names.extend(by_name)
+                masks.extend(by_name.values())
+        if not names:
+            return {}
+        plane = self.plane if shareable else replace(self.plane)  # (a plane of its own shares nothing)
+        key = ("counts", *self.measures)
+        which = plane.once(key, lambda: torch.stack(torch.broadcast_tensors(*masks))[:, :, None])  # (K, 1|B, 1, N)
+        return dict(zip(names, (which & self.seen).unbind(0), strict=True))

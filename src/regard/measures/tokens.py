@@ -138,6 +138,7 @@ class _Copies(Measure):
 
     needs_ids: ClassVar[bool] = True
     shareable = True
+    query_tensors = 2
     after: ClassVar[int]
 
     def __init__(self, ids: Tensor | None = None) -> None:

@@ -88,7 +88,9 @@ def _projected(heads: Tensor, args: Args, kwargs: Kwargs) -> Tensor:
     return out[0] if args[0].dim() == 2 else out.transpose(0, 1)
 
 
-def _computed(capture: AttentionCapture, frame: Frame, args: Args, kwargs: Kwargs) -> tuple[Tensor, None] | None:
+def _computed(
+    capture: AttentionCapture, frame: Frame, args: Args, kwargs: Kwargs
+) -> tuple[Tensor, Tensor | None] | None:
     """The result of the function, computed in one pass with what is measured, if the capture may do so and nobody asked
     for the weights; else None."""
     if not capture.computes or kwargs.get("need_weights", True) or len(args) > TRAINING:

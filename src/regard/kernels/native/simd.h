@@ -79,7 +79,7 @@ inline bool any(I where) {
 #endif
 }
 
-// 2 ** x for x <= about 0 (up to 127), within 0.7 ulp; below -126 exactly 0; NaN stays NaN. `x` is clamped in
+// 2 ** x for x <= about 0 (up to 127), within 0.95 ulp; below -126 exactly 0; NaN stays NaN. `x` is clamped in
 // place, so that 0 * x is 0 and not NaN if x was -inf. Each step is done for NV vectors before the next: it takes
 // longer than a CPU can look ahead.
 template <int NV>

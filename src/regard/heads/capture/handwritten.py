@@ -74,6 +74,7 @@ class HandwrittenTracer:
         parameters = [x for module in modules for x in module._parameters.values() if x is not None]
         buffers = [x for module in modules for x in module._buffers.values() if x is not None and x.dim() == 2]
         self.fixed = {id(x): x for x in (*parameters, *buffers)}
+        self.handlers = {func: getattr(self, name) for func, name in FUNCTIONS.items()}
         self.origins: list[Origin] = []  # all softmaxes, in order, until the caller has asked how they were used
         self.where: Any = None  # set by the caller: the frame of the module call in progress
 
@@ -84,7 +85,7 @@ class HandwrittenTracer:
 
     def see(self, func: Any, args: Args, kwargs: Kwargs, out: Any) -> Weighed | None:
         """Follow one of `FUNCTIONS`. Returns a `Weighed` if attention was computed, or more became known of it."""
-        weighed = getattr(self, FUNCTIONS[func])(func, args, kwargs, out)
+        weighed = self.handlers[func](func, args, kwargs, out)
         if weighed is None:
             self.pass_by(func, args, out)
         return weighed

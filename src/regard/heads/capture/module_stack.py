@@ -212,11 +212,11 @@ class ModuleStack:
             self.stack.clear()  # an interrupt may have left frames behind
         if not self.stack:
             self.forwards += 1
-        parent = self.stack[-1] if self.stack else None
+        frame = Frame(module, name, args, kwargs, self.stack[-1] if self.stack else None)
         self.entered.add(name)
-        self.stack.append(Frame(module, name, args, kwargs, parent))
+        self.stack.append(frame)
         if self.on_enter is not None:
-            self.on_enter(self.stack[-1])
+            self.on_enter(frame)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         name = self.names.get(id(module._forward_hooks))
@@ -258,12 +258,11 @@ class ModuleStack:
     def current(self, module: nn.Module | None = None) -> Frame | None:
         """The innermost call in progress, or that of a module; None outside the root, in another thread, and while a
         checkpointed layer is recomputed in the backward pass."""
-        if threading.get_ident() != self.thread or in_backward():
+        if not self.stack or threading.get_ident() != self.thread or in_backward():
             return None
-        for frame in reversed(self.stack):
-            if module is None or frame.module is module:
-                return frame
-        return None
+        if module is None:
+            return self.stack[-1]
+        return next((frame for frame in reversed(self.stack) if frame.module is module), None)
 
     def scripted(self) -> list[tuple[str, torch.jit.ScriptModule]]:
         """The outermost torch.jit modules, by name, in modules that were called: hooks do not see into them."""

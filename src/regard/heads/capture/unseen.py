@@ -98,7 +98,12 @@ def check_scripted_modules(capture: AttentionCapture) -> None:
 
 
 def _is_attention_class(module: nn.Module) -> bool:
-    return _ATTENTION_CLASS.search(type(module).__name__) is not None
+    return _is_named_for_attention(type(module))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_named_for_attention(kind: type) -> bool:
+    return _ATTENTION_CLASS.search(kind.__name__) is not None
 
 
 @functools.lru_cache(maxsize=4096)

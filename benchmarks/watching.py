@@ -7,11 +7,10 @@
     exact     the same with `exact=True`: the model's own attention function computes, and we look beside it
     eager     transformers' eager attention with `output_attentions=True`, and nothing done with the N x N maps
 
-Contestants take turns in one run; times are medians, and the tables show ratios to blind. The largest difference
-between the outputs of `watched` and `blind`, relative to the largest output, is of the same run. Token ids follow
-Zipf's law, so that induction and duplicate find as many copies as in a real text; at most 8,192 tokens. Eager is left
-out where its maps of all layers take over 4 GiB. "transformer_lens" is a contestant of `bert`'s sizes where it is
-installed: `run_with_cache` of the attention patterns alone.
+Contestants take turns in one run; times are medians, of 7 turns at least (of 3 from 2,048 tokens on), and the tables
+show ratios to blind. The largest difference between the outputs of `watched` and `blind`, relative to the largest
+output, is of the same run. Token ids follow Zipf's law, so that induction and duplicate find as many copies as in a
+real text; at most 8,192 tokens. Eager is left out where its maps of all layers take over 4 GiB.
 
 Rows of the JSON: model, tokens, seconds of each contestant (null where it did not run), and the difference.
 """
@@ -154,7 +153,7 @@ def measure(name: str, tokens: int, seconds: float) -> dict[str, Any]:
     difference = float((watched - blind).abs().max() / blind.abs().max())  # type: ignore[operator]
     if tokens > 2048:
         runs.pop("exact")
-    times = take_turns(runs, seconds=seconds, rounds=3 if tokens > 2048 else 7)
+    times = take_turns(runs, seconds=seconds, rounds=3 if tokens >= 2048 else 7)
     gc.collect()
     return {"model": title, "tokens": tokens, "difference": difference} | {who: times.get(who) for who in CONTESTANTS}
 

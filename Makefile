@@ -26,10 +26,11 @@ SHELL := /bin/sh
 MAKEFLAGS += --no-builtin-rules
 .NOTPARALLEL:
 
-.PHONY: help look test test-slow test-all test-levels fuzz lint format sanitize bench clean
+.PHONY: help look atlas test test-slow test-all test-levels fuzz lint format sanitize bench clean
 
 help:
 	@echo "make look      show what the heads of a real model attend to    (SENTENCE=\"...\")"
+	@echo "make atlas     compute what every head of the packaged models does  (TREEBANK=FILE.conllu)"
 	@echo "make test      run the tests                                    (ARGS=\"-k causal -x\", WORKERS=2)"
 	@echo "make test-all  run the slow tests too"
 	@echo "make test-levels  run the numerical tests as on CPUs without AVX-512, and without AVX2"
@@ -42,6 +43,13 @@ help:
 
 look: $(VENV)/.installed-cli $(VENV)/.installed-weights
 	@$(RUN) -m regard look "$${SENTENCE:-The cat that I saw yesterday ran away}" --html look.html
+
+# The atlases in the package, from a treebank in CoNLL-U: minilm takes minutes; smollm2 took 21 on one thread of a busy machine.
+ATLASES := src/regard/heads/analysis/atlases
+atlas: $(VENV)/.installed-cli $(VENV)/.installed-weights
+	@if [ -z "$(TREEBANK)" ]; then echo "TREEBANK: expected a CoNLL-U file; remedy: make atlas TREEBANK=file.conllu" >&2; exit 1; fi
+	$(RUN) -m regard atlas minilm --treebank "$(TREEBANK)" --save $(ATLASES)/minilm.json
+	$(RUN) -m regard atlas smollm2 --treebank "$(TREEBANK)" --limit 1000 --save $(ATLASES)/smollm2.json
 
 test: $(VENV)/.installed-test $(VENV)/.installed-weights $(VENV)/.browser
 	$(PYTEST) -m "not slow" $(ARGS)

@@ -1,4 +1,4 @@
-"""The tables of figures in README.md and docs/, written from benchmarks/results/*.json.
+"""The tables of figures in README.md and docs/, written from benchmarks/results/*.json and from the atlases of heads.
 
     python benchmarks/tables.py            writes every table anew
     python benchmarks/tables.py --check    writes nothing; names the tables that are not what the files say, and fails
@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/performance.md", "docs/kernel.md")
+PAGES = ("README.md", "docs/performance.md", "docs/kernel.md", "docs/heads.md")
+ATLASES = Path("src/regard/heads/analysis/atlases")
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 Rows = list[dict[str, Any]]
 Lines = list[list[str]]
@@ -247,21 +248,94 @@ def watching(rows: Rows) -> str:
     """A whole model under `watch`, beside the same model unwatched and beside its maps."""
     lines: Lines = []
     for row in rows:
-        cells = [ratio(row[name], row["blind"]) or "not run" for name in ("watched", "exact", "eager")]
+        cells = [ratio(row.get(name), row["blind"]) or "not run" for name in ("watched", "exact", "eager", "roles")]
         lines.append([row["model"], f"{row['tokens']:,}", *cells])
-    header = ["watched / blind", "`exact=True` / blind", "eager with maps / blind"]
+    header = ["watched / blind", "`exact=True` / blind", "eager with maps / blind", "`seen.roles()` alone / blind"]
     return markdown(["model", "tokens", *header], lines)
 
 
 def small_calls(rows: Rows) -> str:
     """Calls so small that what surrounds the kernel is most of the time."""
-    peers = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    peers = list(dict.fromkeys(name for row in rows for name in row["seconds"] if name != "regard"))
     lines: Lines = []
     for row in rows:
-        cells = [ratio(row["ours"], row["peers"].get(peer)) for peer in peers]
-        lines.append([row["what"], f"{row['ours'] * 1e6:,.1f} us", *cells])
+        times = row["seconds"]
+        cells = [ratio(times["regard"], times.get(peer)) for peer in peers]
+        lines.append([f"{row['case'].replace('x', ' x ')}, {row['mode']}", f"{times['regard'] * 1e6:,.1f} us", *cells])
     return markdown(["our time / theirs", "ours", *peers], lines)
 
+
+# ----------------------------------------------------------------------------------------------------
+# What heads do, from the atlases of the package
+
+
+def _entries(atlas: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Every entry of every head, with the head as layer.head."""
+    return [
+        (f"{i}.{j}", {"source": "treebank", "clear": True, "shuffled": None} | entry)
+        for i, layer in enumerate(atlas["heads"])
+        for j, head in enumerate(layer)
+        for entry in head["entries"]
+    ]
+
+
+def heads_by_role(atlas: dict[str, Any]) -> str:
+    """How many heads have each role as their first, and the clearest of them."""
+    roles: dict[str, list[tuple[float, str, dict[str, Any]]]] = {}
+    for i, layer in enumerate(atlas["heads"]):
+        for j, head in enumerate(layer):
+            for entry in head["entries"][:1]:
+                roles.setdefault(entry["role"], []).append((entry["score"], f"{i}.{j}", entry))
+    lines: Lines = []
+    for role, heads in sorted(roles.items(), key=lambda item: (item[0] == "broad", -len(item[1]))):
+        heads.sort(key=lambda head: -head[0])
+        clearest = [f"{name}: {score:.2f} ({entry['baseline']:.2f})" for score, name, entry in heads[:3]]
+        lines.append([role, str(len(heads)), ", ".join(clearest)])
+    none = sum(not head["entries"] for layer in atlas["heads"] for head in layer)
+    lines.append(["(none)", str(none), ""])
+    return markdown(["role", "heads", "clearest as layer.head: score (uniform attention, or the best offset)"], lines)
+
+
+def heads_syntax(atlas: dict[str, Any]) -> str:
+    """The best head of each relation that a head follows."""
+    best: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {}
+    for name, entry in _entries(atlas):
+        key = (entry.get("relation", ""), entry.get("direction", ""))
+        if entry["source"] == "syntax" and (key not in best or entry["score"] > best[key][1]["score"]):
+            best[key] = name, entry
+    percent = lambda x: f"{100 * x:.1f}"  # noqa: E731
+    lines = [
+        [*key, name, percent(e["score"]), f"{percent(e['low'])}-{percent(e['high'])}", percent(e["baseline"])]
+        + [percent(e["shuffled"] or 0), str(e["n"])]
+        for key, (name, e) in sorted(best.items(), key=lambda item: item[1][1]["baseline"] - item[1][1]["score"])
+    ]
+    header = ["relation", "direction", "layer.head", "accuracy, %", "95 %", "best offset", "shuffled", "n"]
+    return markdown(header, lines)
+
+
+def heads_controls(atlas: dict[str, Any]) -> str:
+    """How many heads do something, and what there is to distrust."""
+    resting = {"broad", "first", "separator", "sink", "resting only"}
+    heads = [head for layer in atlas["heads"] for head in layer]
+    told = sum(any(entry["role"] not in resting for entry in head["entries"]) for head in heads)
+    made = atlas["made"]
+    lines = [
+        ["sentences, tokens", f"{made['sentences']:,}, {made['tokens']:,}"],
+        ["heads that do something beside resting and looking everywhere", f"{told} of {len(heads)}"],
+        ["the same with shuffled weights", str(made["shuffled"])],
+        ["roles of word classes with another sentence's classes", str(made["other_sentences"])],
+        ["roles of syntax with another sentence's tree", str(made["other_sentences_syntax"])],
+        ["heads whose role in one half of the sentences is among those in the other", made["halves_agree"]],
+        ["heads whose first role is the same in both halves", made["halves_same"]],
+    ]
+    return markdown(["", atlas["model"]], lines)
+
+
+HEADS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+    f"{what}-{model}": (model, write)
+    for model in ("minilm", "smollm2")
+    for what, write in (("roles", heads_by_role), ("syntax", heads_syntax), ("controls", heads_controls))
+}
 
 # Name: the file of its figures in benchmarks/results, and what writes it.
 TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
@@ -285,8 +359,12 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
 
 def rendered(name: str, results: Path) -> str:
     """A table with the line above it, as it stands between its markers."""
+    if name in HEADS:
+        model, write_heads = HEADS[name]
+        path = results.parent.parent / ATLASES / f"{model}.json"
+        return write_heads(json.loads(path.read_text(encoding="utf-8")))
     if name not in TABLES:
-        raise SystemExit(f"table {name}: expected one of {', '.join(TABLES)}; remedy: add it to TABLES")
+        raise SystemExit(f"table {name}: expected one of {', '.join([*TABLES, *HEADS])}; remedy: add it to TABLES")
     file, write = TABLES[name]
     path = results / f"{file}.json"
     if not path.is_file():

@@ -5,6 +5,7 @@
     blind     the model in evaluation mode, nobody looks; models of transformers with their sdpa attention
     watched   `with regard.watch(model) as seen: model(ids)`, default measures, beginning and ending the watch included
     exact     the same with `exact=True`: the model's own attention function computes, and we look beside it
+    roles     `seen.roles(atlas=False)` of the record alone, up to 2,048 tokens
     eager     transformers' eager attention with `output_attentions=True`, and nothing done with the N x N maps
 
 Contestants take turns in one run; times are medians, of 7 turns at least (of 3 from 2,048 tokens on), and the tables
@@ -34,7 +35,7 @@ from regard import models
 VOCABULARY, LAYERS = 30522, 4
 LENGTHS = (16, 128, 512, 2048, 8192)
 LIMIT = 4 * 2**30  # bytes of eager maps
-CONTESTANTS = ("blind", "watched", "exact", "eager")
+CONTESTANTS = ("blind", "watched", "exact", "eager", "roles")
 
 
 def text(tokens: int) -> Tensor:
@@ -134,6 +135,10 @@ def contestants(name: str, build: Callable[[str], nn.Module], ids: Tensor) -> di
         "watched": watched,
         "exact": functools.partial(watched, exact=True),
     }
+    if ids.shape[1] <= 2048:
+        with regard.watch(model) as seen, torch.inference_mode():
+            model(ids)
+        runs["roles"] = functools.partial(seen.roles, atlas=False)
     if not name.endswith("regard") and _bytes_of_maps(model, ids.shape[1]) <= LIMIT:
         eager = build("eager")
         runs["eager"] = lambda: eager(ids, output_attentions=True).attentions[-1]
@@ -174,7 +179,7 @@ def main() -> None:
             print(_line(rows[-1]), flush=True)
             if options.json:
                 save(options.json, rows)
-    header = ["time / blind", "tokens", "blind", "watched", "exact", "eager", "difference"]
+    header = ["time / blind", "tokens", "blind", "watched", "exact", "eager", "roles", "difference"]
     print(table(header, [_line(row) for row in rows]))
 
 

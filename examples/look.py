@@ -23,8 +23,9 @@ def main() -> None:
     model = regard.models.load("minilm")
     seen = regard.look(model, text=options.sentence, html=options.html)
 
-    previous = seen.roles(tokens=seen.tokens).of("previous")
-    print("\nHeads that look at the token before:", ", ".join(f"{role.layer} head {role.head}" for role in previous))
+    print("\nHeads that look at the token before in this sentence, and where they rest:")
+    for role in seen.roles(tokens=seen.tokens, atlas=False).of("previous"):
+        print(f"  {role.layer} head {role.head}: {role.describe()}")
 
 
 if __name__ == "__main__":

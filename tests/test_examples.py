@@ -65,7 +65,7 @@ def test_every_example_is_run_here() -> None:
 @WITH["minilm"]
 def test_look(tmp_path) -> None:
     out = run(tmp_path, "look.py", "--html", "page.html")
-    assert "Heads that look at the token before: blocks.0.attention head 2\n" in out
+    assert "  blocks.0.attention head 2: rests on the first token 0.13; else: the token before 1.00 (uniform" in out
     assert (tmp_path / "page.html").read_text(encoding="utf-8").lstrip().lower().startswith("<!doctype html>")
 
 

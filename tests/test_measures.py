@@ -27,6 +27,7 @@ from regard.measures import (
     Induction,
     Links,
     Local,
+    Near,
     Offsets,
     Pairs,
     Tokens,
@@ -59,6 +60,7 @@ def by_the_formula(case: Case, ids: Tensor, out_weight: Tensor, same: Tensor, pa
         "peak": p.amax(-1),
         "distance": over_mass(on(ahead.abs())),
         "offset": over_mass(on(ahead)),
+        "near": torch.stack([on(ahead == d) for d in range(-2, 2)], -1),
         "offsets": torch.stack([on(ahead == d) for d in range(-2, 2)], -1).sum(2) / seen.sum(2).clamp(min=1)[..., None],
         "local": on(ahead.abs() <= 1),
         "previous": on(ahead == -1),
@@ -137,6 +139,7 @@ def check(case: Case, kernel: str, strip: int, dtype: torch.dtype) -> None:
         "distance",
         "offset",
         Offsets(2, 1),
+        Near(2, 1),
         Local(1),
         "previous",
         "itself",
@@ -436,3 +439,20 @@ def test_a_window_costs_what_it_shows() -> None:
     torch.testing.assert_close(found.distance[:, :, late].double(), (p * ahead.abs()).sum(-1), rtol=1e-5, atol=1e-5)
     assert (found.target[:, :, late] == p.argmax(-1) + 4300).all()
     assert not found.on_first[:, :, 40:].any()
+
+
+@pytest.mark.parametrize("measure", [regard.measures.Induction, regard.measures.Duplicate])
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 13, 29])
+def test_lists_of_copies_in_a_text_are_those_of_any_positions(measure: type[Any], n: int) -> None:
+    ids = torch.randint(0, max(2, n // 3), (3, n), generator=torch.Generator().manual_seed(n))
+    places = torch.arange(n)[None]
+
+    def lists(in_order: bool) -> list[list[int]]:
+        plane = regard.measures.Plane(3, 1, n, n, places, places, torch.float32, ids=ids, key_ids=ids, text_ids=ids)
+        assert plane.in_order
+        plane.shared["in order"] = in_order
+        found = measure().reduction(plane, measure().prepare(plane)).lists
+        pairs = zip(found.begin.flatten(1).tolist(), found.end.flatten(1).tolist(), found.keys.tolist(), strict=True)
+        return [keys[a:b] for begin, end, keys in pairs for a, b in zip(begin, end, strict=True)]
+
+    assert lists(True) == lists(False)

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "benchmarks" / "tables.py"
-PAGES = ("README.md", "docs/performance.md", "docs/kernel.md")
+PAGES = ("README.md", "docs/performance.md", "docs/kernel.md", "docs/heads.md")
 MACHINE = {"cpu": "A Fine CPU", "processor": "x86_64", "instructions": "AVX2", "threads": 2, "torch": "2.13.0"}
 
 
@@ -57,7 +57,8 @@ def test_no_table_is_stale() -> None:
 def test_a_stale_table_is_named_and_left_alone(root: Path) -> None:
     for name in PAGES:
         shutil.copy(ROOT / name, root / name)
-    shutil.copytree(ROOT / "benchmarks" / "results", root / "benchmarks" / "results", dirs_exist_ok=True)
+    for folder in ("benchmarks/results", "src/regard/heads/analysis/atlases"):
+        shutil.copytree(ROOT / folder, root / folder, dirs_exist_ok=True)
     assert tables(root, "--check").returncode == 0
     path = root / "benchmarks" / "results" / "endless.json"
     found = json.loads(path.read_text(encoding="utf-8"))
@@ -89,30 +90,32 @@ def test_markers_that_are_wrong(root: Path) -> None:
 
 def test_watching(root: Path) -> None:
     row = {"model": "bert-base sizes, transformers sdpa", "tokens": 2048, "blind": 2.0, "watched": 2.2}
-    rows = [row | {"exact": 3.0, "eager": 8.5, "other": {}, "difference": 0.0}]
+    rows = [row | {"exact": 3.0, "eager": 8.5, "roles": 1.0, "other": {}, "difference": 0.0}]
     rows += [row | {"tokens": 8192, "exact": None, "eager": None, "other": {}, "difference": 0.0}]
     result(root, "watching", rows)
     assert table_of(root, "watching") == [
         "Measured on: A Fine CPU, 2 threads, torch 2.13.0.",
         "",
-        "| model | tokens | watched / blind | `exact=True` / blind | eager with maps / blind |",
-        "| --- | --- | --- | --- | --- |",
-        "| bert-base sizes, transformers sdpa | 2,048 | 1.10 | 1.50 | 4.25 |",
-        "| bert-base sizes, transformers sdpa | 8,192 | 1.10 | not run | not run |",
+        "| model | tokens | watched / blind | `exact=True` / blind | eager with maps / blind "
+        "| `seen.roles()` alone / blind |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| bert-base sizes, transformers sdpa | 2,048 | 1.10 | 1.50 | 4.25 | 0.50 |",
+        "| bert-base sizes, transformers sdpa | 8,192 | 1.10 | not run | not run | not run |",
     ]
 
 
 def test_small_calls(root: Path) -> None:
-    rows: list[dict[str, Any]] = [{"what": "attend, 1 x 16", "ours": 12.5e-6, "peers": {"SDPA": 10e-6}}]
-    rows += [{"what": "layer, 1 x 16", "ours": 1e-3, "peers": {"SDPA": 2e-3, "nn.MHA": 4e-3}}]
+    seconds = {"regard": 12.5e-6, "SDPA": 10e-6}
+    rows: list[dict[str, Any]] = [{"case": "attend 1x2", "mode": "inference", "seconds": seconds}]
+    rows += [{"case": "layer 1x16", "mode": "training", "seconds": {"regard": 1e-3, "SDPA": 2e-3, "nn.MHA": 4e-3}}]
     result(root, "small_calls", rows, threads=1)
     assert table_of(root, "small-calls") == [
         "Measured on: A Fine CPU, 1 thread, torch 2.13.0.",
         "",
         "| our time / theirs | ours | SDPA | nn.MHA |",
         "| --- | --- | --- | --- |",
-        "| attend, 1 x 16 | 12.5 us | 1.25 |  |",
-        "| layer, 1 x 16 | 1,000.0 us | 0.50 | 0.25 |",
+        "| attend 1 x 2, inference | 12.5 us | 1.25 |  |",
+        "| layer 1 x 16, training | 1,000.0 us | 0.50 | 0.25 |",
     ]
 
 

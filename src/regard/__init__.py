@@ -10,6 +10,7 @@ from regard.attention import attend, attention_weights, explain, measure
 from regard.cache import KVCache, RollingCache
 from regard.draw import look
 from regard.heads import ablate, importance, prune, watch
+from regard.heads.analysis.atlas import atlas
 from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.layouts import swap
 
@@ -24,6 +25,7 @@ __all__ = [
     "MultiHeadAttention",
     "RollingCache",
     "ablate",
+    "atlas",
     "attend",
     "attention_weights",
     "cache",

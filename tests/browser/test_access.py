@@ -220,7 +220,9 @@ def test_the_theme_of_the_system(look: Callable[..., Look], real: Written) -> No
     tab = look(real, "#view=head&layer=1", scheme="dark")
     assert tab.ask("document.documentElement.dataset.theme") == "dark"
     dark = tab.ask("[getComputedStyle(document.body).backgroundColor, document.getElementById('map').toDataURL()]")
-    tab.do(lambda: tab.page.emulate_media(color_scheme="light"))
+    tab.page.emulate_media(color_scheme="light")
+    tab.until("document.documentElement.dataset.theme == 'light'")  # the browser tells the page of it when it likes
+    tab.rest()
     light = tab.ask("[getComputedStyle(document.body).backgroundColor, document.getElementById('map').toDataURL()]")
     assert dark[0] != light[0]
     assert dark[1] != light[1]

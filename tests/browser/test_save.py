@@ -62,7 +62,13 @@ def test_svg_and_png(look: Callable[..., Look], real: Written, blank: Any, tmp_p
     words = [plain("".join(node.itertext())).strip() for node in root.iter("{http://www.w3.org/2000/svg}text")]
     wanted = {
         "model": ["0.0", "5.11", "previous", "blocks.3.attention"],
-        "head": [*real.tokens, "first", "Measures", "entropy", "Strongest links"],
+        "head": [
+            *real.tokens,
+            real.seen.roles(tokens=real.tokens)[2, 5].role or "no role",
+            "Measures",
+            "entropy",
+            "Strongest links",
+        ],
         "flow": ["away", "Concatenation", "cosine with the sum", "12 heads: softmax(q kᵀ · scale) v"],
         "table": ["entropy", "blocks.0.attention", "previous"],
         "compare": [*real.tokens, "A", "B", "A − B", "Largest differences"],

@@ -15,7 +15,7 @@ import pytest
 
 from regard.draw.figure import SUFFIXES, figure
 from regard.draw.figure.fonts import Fonts
-from regard.draw.figure.legends import SIGNS
+from regard.draw.figure.legends import CLASS, OFFSET, RELATION, SIGNS, sign_of
 from regard.heads import ROLES, Record
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -56,8 +56,10 @@ def test_the_scale_is_said(small: Record) -> None:
 
 
 def test_every_role_has_a_sign_of_its_own() -> None:
-    assert set(SIGNS) == {rule.name for rule in ROLES}
-    assert len({sign for sign, _ in SIGNS.values()}) == len({color for _, color in SIGNS.values()}) == len(ROLES)
+    assert set(SIGNS) <= {rule.name for rule in ROLES}
+    looks = [*SIGNS.values(), OFFSET, CLASS, RELATION]
+    assert len({sign for sign, _ in looks}) == len({color for _, color in looks}) == len(looks)
+    assert [sign_of(name) for name in ("offset -3", "nouns", "determiner and noun")] == ["±", "C", "§"]
 
 
 # --- Fonts -----------------------------------------------------------------------------------------------------------

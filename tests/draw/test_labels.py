@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.draw.labels import Labels
+from regard.heads.analysis.labels import Labels
 
 # Tokens as each tokenizer spells them, what is read, and the words they make. Written down from the tokenizers.
 ORACLE = {

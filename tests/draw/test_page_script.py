@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from importlib.resources import files
 
-from regard.draw.figure.legends import SIGNS
+from regard.draw.figure.legends import CLASS, OFFSET, RELATION, SIGNS
 from regard.draw.page import SCRIPTS
 from regard.heads import ROLES
 
@@ -13,9 +13,11 @@ from regard.heads import ROLES
 def test_the_page_and_figures_agree_on_roles() -> None:
     script = (files("regard.draw.page") / "app" / "colour.js").read_text(encoding="utf-8")
     table = script.split("const ROLES = {")[1].split("};")[0]
-    found = re.findall(r'"?([\w-]+)"?: \["(#\w+)", "(.)"\]', table)
-    assert {role: (sign, colour) for role, colour, sign in found} == SIGNS
-    assert set(SIGNS) == {rule.name for rule in ROLES}
+    found = re.findall(r'"?([\w -]+)"?: \["(#\w+)", "(.)"\]', table)
+    assert {role.strip(): (sign, colour) for role, colour, sign in found} == SIGNS
+    assert set(SIGNS) <= {rule.name for rule in ROLES}
+    for name, (sign, colour) in (("OFFSET", OFFSET), ("CLASS", CLASS), ("RELATION", RELATION)):
+        assert f'const {name} = ["{colour}", "{sign}"]' in script
 
 
 def test_the_program_makes_no_html_of_strings() -> None:

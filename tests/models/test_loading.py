@@ -31,6 +31,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
 from regard import models
+from regard.models.loading import of_state_dict
 
 EXACT = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -715,3 +716,36 @@ def test_a_copy_of_the_weights_does_not_change_with_the_file(llama):
         file.write(b"\x01" * (size - start))
     for name, parameter in copied.named_parameters():
         assert torch.equal(parameter, before[name]), name
+
+
+# ----------------------------------------------------------------------------------------------------
+# A model that is in memory
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_state_dict_is_a_model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers, on the same memory where tensors lie as ours do; no file of the same name is looked at."""
+    theirs = save(tmp_path / "Theirs", family)
+    give_tokenizer(tmp_path / "Theirs")
+    monkeypatch.chdir(tmp_path)
+    ours = of_state_dict(settings(tmp_path / "Theirs"), theirs.state_dict(), "Theirs")
+    assert ours.tokenizer is None
+    assert not ours.training
+    ids = some_ids(2, 7)
+    torch.testing.assert_close(ours.hidden(ids), hidden_states(theirs, ids)[-1], **EXACT)  # type: ignore[operator]
+    state = {tensor.data_ptr() for tensor in theirs.state_dict().values()}
+    assert ours.embedding.tokens.weight.data_ptr() in state
+    assert (ours.blocks[0].attention.q_proj.weight.data_ptr() in state) == (family == "llama")  # type: ignore[union-attr]
+
+
+def test_a_state_dict_of_something_else(llama: Path) -> None:
+    named = tensors(llama)
+    with pytest.raises(
+        ValueError, match=r"Mine: expected only tensors of a llama model.*received 1 more, such as 'lora'"
+    ):
+        of_state_dict(settings(llama), named | {"lora": torch.zeros(3)}, "Mine")
+    del named["model.norm.weight"]
+    with pytest.raises(
+        ValueError, match=r"Mine: expected the tensor 'model\.norm\.weight'.*received none of that name"
+    ):
+        of_state_dict(settings(llama), named, "Mine")

@@ -7,6 +7,7 @@ regard generate "Once upon a"      text, as it is generated
 regard look "The cat that I saw"   what every head attends to: in the terminal, in a page, in a figure
 regard serve                       the same page, live: type a text, pick a model, see it
 regard heads "The cat that I saw"  what each head does: its role, with score and baseline
+regard atlas smollm2               what every head of a model does, over a treebank and probes
 regard ablate "The cat that I saw" which heads matter to a text; or what happens without some of them
 regard prune small.safetensors     a smaller model, without the heads that matter least
 regard bench                       how fast this machine is: the kernels, or a layer over several processes
@@ -25,7 +26,7 @@ try:
     import typer
 
     from regard.cli.common import aside
-    from regard.cli.heads import ablate, heads, look, prune, serve
+    from regard.cli.heads import ablate, atlas, heads, look, prune, serve
     from regard.cli.machine import bench, examine
     from regard.cli.models import describe, embed, generate, list_models
 except ModuleNotFoundError as _error:
@@ -44,6 +45,7 @@ VERBS = {
     "look": look,
     "serve": serve,
     "heads": heads,
+    "atlas": atlas,
     "ablate": ablate,
     "prune": prune,
     "bench": bench,

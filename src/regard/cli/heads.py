@@ -11,15 +11,16 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from regard import draw, measures, models
+from regard import draw, models
 from regard import heads as lens
 from regard.cli import common
 from regard.cli.common import Check, Dtype, Model, Text, heads_of
 from regard.errors import bad_value, printable
+from regard.heads.analysis.atlas import atlas as packaged_atlas
 from regard.heads.progress import progress_bar
 from regard.layer import MultiHeadAttention
 
-__all__ = ["ablate", "heads", "look", "prune", "serve"]
+__all__ = ["ablate", "atlas", "heads", "look", "prune", "serve"]
 
 
 def look(
@@ -144,13 +145,40 @@ def heads(
         common.out.print(str(result), markup=False, soft_wrap=True)
 
 
+def atlas(
+    model: Annotated[
+        str, typer.Argument(help="A packaged model, a file of an atlas; with --treebank any model.")
+    ] = "minilm",
+    treebank: Annotated[Path | None, typer.Option(help="Make it anew from this CoNLL-U file.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write it to a JSON file.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most this many sentences of the treebank.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The table as JSON.")] = False,
+    dtype: Dtype = None,
+    check: Check = True,
+) -> None:
+    """What every head of a model does, computed over a treebank and probes."""
+    if treebank is None and limit is not None:
+        raise bad_value("--limit", expected="--treebank with it", received="none")
+    if treebank is None:
+        found = lens.Atlas.load(model) if model.endswith(".json") else packaged_atlas(model)
+    else:
+        found = lens.atlas(common.load_model(model, dtype, check), treebank, limit=limit)
+    if save is not None:
+        found.save(save)
+        common.aside.print(f"written to {save}", markup=False)
+    if as_json:
+        print(json.dumps(list(found.table())))
+        return
+    common.out.print(str(found), markup=False, soft_wrap=True)
+    made = ", ".join(f"{name} {value}" for name, value in found.made.items())
+    common.out.print(f"made from: {made}", markup=False, soft_wrap=True)
+
+
 def _watched(model: Any, text: str) -> Any:
     """A record of a text, in chunks if it is longer than the model's context."""
     ids = model.encode(text)
     chunks = ids.split(min(model.config.context or 1024, 1024), dim=1)
-    kinds = {name: ids for name, ids in lens.token_kinds(model).items() if name != "special"}
-    wanted = [*measures.DEFAULT, "induction", "duplicate", *([measures.Tokens(kinds)] if kinds else [])]
-    return lens.watch_all(model, chunks, measures=wanted)
+    return lens.watch_all(model, chunks)
 
 
 def ablate(

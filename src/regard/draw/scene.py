@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from regard.draw.labels import Labels
 from regard.errors import bad_type, bad_value
-from regard.heads import ROLES, LayerRecord, Record, Role
-from regard.heads.analysis.roles import first_of_target, roles, tokens_of
+from regard.heads import LayerRecord, Record, Role
+from regard.heads.analysis.labels import Labels
+from regard.heads.analysis.roles import Shared, first_of_target, roles, tokens_of
 from regard.heads.record.table import scalars
 from regard.measures import Links
 
 __all__ = ["Panel", "Scene", "sizes"]
 
 STRIP = 256  # queries whose weights are pooled at once
-ROLE_MEASURES = {rule.name for rule in ROLES} | {"on_first", "distance", "entropy"}  # a layer with none has no roles
 
 
 @dataclass
@@ -170,6 +169,7 @@ class Scene:
         self.panels: list[Panel] = []
         given = record.tokens if tokens is None else tokens
         texts, role_tokens, target = _texts(given, item), tokens_of(record, given), first_of_target(record)
+        shared = Shared()
         known: dict[Any, Labels] = {}  # layers of one text share their labels
         for number, (layer, (rows, cols)) in enumerate(
             zip(record, _unpadded_ranges(record, item, target), strict=True)
@@ -182,7 +182,9 @@ class Scene:
             panel = Panel(number, layer, item, rows, cols, *labels)
             panel.measures = {name: value.float().cpu() for name, value in scalars(layer).items()}
             if _has_roles(layer):
-                panel.roles = list(roles(record.subset([layer.name]), tokens=role_tokens[layer.name]))
+                kept = layer.text is not None and layer.text.keeps_calls()  # else the evidence was taken before
+                words = role_tokens[layer.name] if kept else None
+                panel.roles = list(roles(record.subset([layer.name]), words, shared=shared))
             self.panels.append(panel)
 
     def __len__(self) -> int:
@@ -201,10 +203,10 @@ class Scene:
 
 
 def _has_roles(layer: LayerRecord) -> bool:
-    """Whether a layer is self attention with a measure by which roles are known."""
-    if layer.kind != "self" or layer.uniform is None:
-        return False
-    return bool(ROLE_MEASURES & scalars(layer).keys() & scalars(layer.uniform).keys())
+    """Whether a layer is self attention of which q and k were kept, or what roles are decided by."""
+    texts = (*layer.earlier, layer.text)
+    kept = any(text is not None and text.keeps_calls() for text in texts)
+    return layer.kind == "self" and (layer.evidence is not None or kept)
 
 
 def _texts(tokens: Any, item: int) -> list[list[Any] | None]:

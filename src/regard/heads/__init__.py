@@ -2,14 +2,18 @@
 
 The README beside this file says the way of the data."""
 
-from regard.heads.analysis import probes
+from regard.heads.analysis import circuits, probes
+from regard.heads.analysis.atlas import Atlas
+from regard.heads.analysis.atlas_making import make_atlas as atlas
 from regard.heads.analysis.roles import ROLES, Role, Roles
-from regard.heads.analysis.syntax import Syntax, syntax
+from regard.heads.analysis.syntax import Syntax, coreference, syntax
 from regard.heads.analysis.text_loss import effect, effects, loss_of
 from regard.heads.analysis.token_classes import token_kinds
 from regard.heads.interventions.ablate import ablate
 from regard.heads.interventions.attribution import Attribution, attribution
 from regard.heads.interventions.importance import Importance, importance, leave_one_out
+from regard.heads.interventions.patching import attribution_patching, sweep
+from regard.heads.interventions.patching_result import Patching
 from regard.heads.interventions.prune import load_pruned, prune, save_pruned
 from regard.heads.record.record import LayerRecord, Record
 from regard.heads.record.table import Table
@@ -20,17 +24,23 @@ Layer = LayerRecord  # its name up to 0.1
 
 __all__ = [
     "ROLES",
+    "Atlas",
     "Attribution",
     "Importance",
     "Layer",
     "LayerRecord",
+    "Patching",
     "Record",
     "Role",
     "Roles",
     "Syntax",
     "Table",
     "ablate",
+    "atlas",
     "attribution",
+    "attribution_patching",
+    "circuits",
+    "coreference",
     "effect",
     "effects",
     "importance",
@@ -40,6 +50,7 @@ __all__ = [
     "probes",
     "prune",
     "save_pruned",
+    "sweep",
     "syntax",
     "token_kinds",
     "watch",

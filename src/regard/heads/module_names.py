@@ -19,6 +19,7 @@ ALL_HEADS_WIDTHS = ("all_head_size", "split_size", "inner_dim")  # number of que
 # Numbers of a model's configuration
 CONTEXT_LENGTHS = ("context", "max_position_embeddings")
 VOCABULARY_SIZES = ("vocabulary", "vocab_size")
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "bos", "eos", "pad")
 
 # Arguments of a forward
 CROSS_ATTENTION_INPUTS = (  # what keys and values are made of, if it is not the module's own input

@@ -5,25 +5,29 @@ Letters: B batch, H query heads, N queries, M keys.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from regard.errors import bad_type, bad_value
 from regard.heads.capture.cache_tracking import SequenceTracker, trimmed
 from regard.heads.capture.capture import AttentionCapture
 from regard.heads.capture.observed import ObservedCall
 from regard.heads.record.record import LayerRecord, Record
-from regard.heads.record.sequences import Chunk, SequenceRecord, measured
+from regard.heads.record.sequences import Chunk, SequenceRecord, measured_later, sees_all
 from regard.heads.record.shared_planes import SharedPlanes
-from regard.measures import MeasureLike, as_measures
+from regard.measures import Measure, MeasureLike, as_measures
 from regard.measures.run import DEFAULT
 
 __all__ = ["watch"]
+
+MOST_FOR_ROLES = 2**23  # numbers of q, k and v of a text in a layer that are kept for `roles` if nothing is to be kept
 
 
 class watch(AttentionCapture):
@@ -80,14 +84,17 @@ class watch(AttentionCapture):
         ]
         self.baselines = [measure for measure in of_weights if not {"map", "choice"} >= set(measure.gives.values())]
         self.planes = SharedPlanes()
+        self.needs_values = any(_may_need_values(measure) for measure in self.measures)
         self.saved: dict[str, Any] = {}  # snapshots of layers before the outermost call `saved_in`
         self.saved_in = -1
         self.needs_output = keep == "qkv"
         self.needs_projection = self.needs_output or any(measure.needs_out_weight for measure in self.measures)
         self.frames.leaves = self.needs_projection
         self.keep, self.layers = keep, layers
+        self.keeps = keep is not None or any("map" in measure.gives.values() for measure in self.measures)
         self.is_wanted = _filter(layers)
         self.record = Record()
+        self.record.model = weakref.ref(model)
         self.record.unseen = self.unseen  # the same dict
         self.unwanted: set[str] = set()  # layers that ran and were not asked for
         self.tracker = SequenceTracker()
@@ -113,7 +120,7 @@ class watch(AttentionCapture):
         if error is None and not self.record.by_name:
             raise self._saw_nothing()
 
-    def see(self, attention: ObservedCall) -> Tensor | None:
+    def see(self, attention: ObservedCall) -> Callable[[], bool] | None:
         """Measure one attention call, as the next chunk of a sequence or as a new sequence."""
         given, attention = attention, trimmed(attention)
         shared = self.planes.of(attention)
@@ -130,15 +137,15 @@ class watch(AttentionCapture):
         text, ids = layer.text, attention.ids
         if text is None or not goes_on:
             text = SequenceRecord(attention.shape[:2])
-            text.ids = ids if attention.kind == "self" and n == m else None
+            text.ids = shared.own_ids(ids) if attention.kind == "self" and n == m else None
         elif attention.kind == "self" and text.ids is not None:
             fits = ids is not None and ids.shape[0] == text.ids.shape[0]
             text.ids = torch.cat([text.ids, ids], 1) if fits else None  # type: ignore[list-item]
         text.total = total
         numbers = shared.numbers(attention, total)
         text.place_padding(attention, attention.padding)
-        plane = shared.plane(attention, text, numbers)
-        measurements = measured(attention, self.measures, plane)
+        plane = shared.plane(attention, text, numbers, self.needs_values)
+        measurements = measured_later(attention, self.measures, plane)
         piece = Chunk(
             n, shared.runs(attention, total), measurements, attention.padding, projection=attention.projection
         )
@@ -150,7 +157,7 @@ class watch(AttentionCapture):
         _add(layer.uniform, _uniform_sequence(layer.uniform, text, goes_on), uniform, goes_on, again)
         _add(layer, text, piece, goes_on, again)
         given.output = attention.output
-        return measurements.seen
+        return partial(sees_all, measurements)
 
     def not_seen(self, name: str, reason: str) -> None:
         if self.is_wanted(name):
@@ -177,11 +184,10 @@ class watch(AttentionCapture):
     def _keep(self, text: SequenceRecord, piece: Chunk, attention: ObservedCall, goes_on: bool) -> None:
         """Store copies of q, k, v and the output, as far as they are to be kept."""
         call, (_, _, n, m) = attention.call, attention.shape
-        keeps = self.keep is not None or any("map" in measure.gives.values() for measure in self.measures)
         if self.keep == "qkv" and attention.output is not None:
             piece.output = attention.output.clone()
             piece.input = None if attention.input is None else attention.input.clone()
-        if not keeps:
+        if not self.keeps and not self._keeps_for_roles(text, attention):
             return
         if call is None:
             piece.weights = None if attention.weights is None else attention.weights.clone()
@@ -195,10 +201,27 @@ class watch(AttentionCapture):
         if attention.kind == "self" or not goes_on:  # (the keys of cross attention are the same in every chunk)
             new = slice(m - n if goes_on else 0, m)
             text.keys.append(call.k[:, :, new].clone())
-            if self.keep == "qkv":
+            if self.keep == "qkv" or text.for_roles:
                 text.values.append(call.v[:, :, new].clone())
         nothing = call.k[:, :, :0]
         piece.call = replace(call, q=call.q.clone(), k=nothing, v=nothing, dropout=None)
+
+    def _keeps_for_roles(self, text: SequenceRecord, attention: ObservedCall) -> bool:
+        """Whether a chunk is kept for `roles`: self attention that is not too long, and not sharded over processes."""
+        if text.pieces and not text.keeps_calls():
+            return False
+        call, weights = attention.call, attention.weights
+        if call is not None:
+            size = call.q.numel() + (call.k.numel() + call.v.numel()) * call.q.shape[2] // max(call.k.shape[2], 1)
+        else:
+            size = 0 if weights is None else weights.numel()
+        text.for_roles, text.kept = True, text.kept + size
+        whole = attention.cache is None and attention.global_call is None and attention.gather_heads is None
+        if attention.kind == "self" and whole and text.kept <= MOST_FOR_ROLES:
+            return True
+        text.drop_calls()
+        text.kept = 0
+        return False
 
     def _saw_nothing(self) -> ValueError:
         frames = self.frames
@@ -242,6 +265,11 @@ def _uniform_sequence(uniform: LayerRecord, text: SequenceRecord, goes_on: bool)
         sequence = SequenceRecord((text.shape[0], 1))
     sequence.total, sequence.key_padding = text.total, text.key_padding
     return sequence
+
+
+def _may_need_values(measure: Measure) -> bool:
+    """Whether a measure may read the values or the output projection: known of the package's own measures."""
+    return not measure.shareable or not type(measure).__module__.startswith("regard.measures.")
 
 
 def _filter(layers: str | Iterable[str] | Callable[[str], bool] | None) -> Callable[[str], bool]:

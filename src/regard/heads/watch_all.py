@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type
+from regard.heads.analysis.roles import collect_evidence
 from regard.heads.progress import track
 from regard.heads.record.record import Record
 from regard.heads.watch import watch
@@ -24,6 +25,7 @@ def watch_all(
     *,
     measures: MeasureLike | Iterable[MeasureLike] | None = None,
     layers: str | Iterable[str] | Callable[[str], bool] | None = None,
+    roles: bool = True,
     progress: bool = True,
 ) -> Record:
     """Run a model over a corpus, in eval mode and without gradient; returns one record of means per head.
@@ -33,6 +35,7 @@ def watch_all(
         batches: inputs, one after another: a text (for regard's models), a tensor, a tuple of arguments, or a mapping
             of named ones (as returned by a tokenizer of transformers, or by `encode_batch` of regard's models).
         measures, layers: as for `watch`.
+        roles: collect the evidence that `seen.roles()` decides by, which takes about as long as the attention itself.
         progress: a bar on a terminal.
 
     >>> import regard
@@ -53,6 +56,8 @@ def watch_all(
     with evaluating(model), watching as seen, torch.no_grad():
         for batch in track(batches, "watching", progress):
             run(model, batch)
+            if roles:
+                collect_evidence(seen)
     return seen
 
 

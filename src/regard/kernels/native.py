@@ -6,6 +6,8 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -90,15 +92,24 @@ def forward_measured(call: Call, measuring: MeasureRun, *, output: bool = True) 
     """The same, with statistics from the same pass. Measures that it does not know are shown the weights afterwards."""
     out, lse = operators.new_output(call.q, call.v if output else call.v[..., :0])
     statistics = Statistics.of(call, measuring)
-    _attention(call, out if output else None, lse, statistics)
-    statistics.finish()
+    block = statistics.new_block()
+    _attention(call, out if output else None, lse, statistics.packed(block))
+    hand_over(statistics, block, measuring)
     if any(statistics.in_strips):
+        measuring.finish()
         blockwise.replay(call, lse, measuring.only(statistics.in_strips))
     return (out if output else None), lse
 
 
-def _attention(call: Call, out: Tensor | None, lse: Tensor, statistics: Statistics | None = None) -> None:
-    """Call C: fills `out`, `lse` and the statistics' places."""
+def hand_over(statistics: Statistics, block: Tensor, measuring: MeasureRun) -> None:
+    """C has filled the block: the run will ask for its results."""
+    measuring.unfinished = functools.partial(statistics.finish, block)
+    if statistics.may_wait:
+        measuring.plane, measuring.sees_all = statistics.plane, functools.partial(statistics.sees_all, block)
+
+
+def _attention(call: Call, out: Tensor | None, lse: Tensor, statistics: Sequence[int] = NO_STATISTICS) -> None:
+    """Call C: fills `out`, `lse` and what the fields of the statistics point to."""
     loaded = library.load()
     assert loaded is not None
     packed = _packed(call, out, lse, statistics)
@@ -113,7 +124,8 @@ class _Packed(NamedTuple):
     alive: tuple[Any, ...]
 
 
-def _packed(call: Call, out: Tensor | None, lse: Tensor, statistics: Statistics | None = None) -> _Packed:
+def _packed(call: Call, out: Tensor | None, lse: Tensor, statistics: Sequence[int] = NO_STATISTICS) -> _Packed:
+    """A call as C reads it. `statistics`: the fields of args.h from `entropy` on."""
     q, k, v = _in_rows(call.q), _in_rows(call.k), _in_rows(call.v)
     batch, heads, n, width = q.shape
     _, groups, m, value_width = v.shape
@@ -157,7 +169,7 @@ def _packed(call: Call, out: Tensor | None, lse: Tensor, statistics: Statistics 
         *((0, 0, 0, 0, 0) if added is None else _bias(added)),
         *((0, 0, 0) if sinks is None else (sinks.data_ptr(), *broadcast_strides(sinks))),
         *((0, 0, 0, 0, 0, 0, 0, 0, 1.0) if drop is None else _dropout(drop)),
-        *(NO_STATISTICS if statistics is None else statistics.packed()),
+        *statistics,
     )
     return _Packed(packed, added, (q, k, v, seen, sinks, drop))
 

@@ -11,7 +11,7 @@ Letters: B batch, H query heads, N queries, M keys, K sums for each query.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from regard.measures import (
     Received,
     Reduction,
     Sums,
+    TopLinks,
 )
 
 __all__ = ["NO_STATISTICS", "Statistics"]
@@ -43,7 +44,7 @@ __all__ = ["NO_STATISTICS", "Statistics"]
 _BY_NAME: dict[type[Measure], str] = {
     Entropy: "entropy",
     Peak: "peak",
-    MaxLogit: "max_peak",
+    MaxLogit: "peak",
     Distance: "distance",
     Offset: "offset",
     OnFirst: "on_first",
@@ -55,125 +56,189 @@ _BY_NAME: dict[type[Measure], str] = {
 }
 
 
-@dataclass
 class Statistics:
-    """The statistics of one call: what C is asked for, and after it ran, the measures' results."""
+    """What C is asked for by the measures of a run, and where it writes the results: into one block of memory, which
+    is cut up when they are read. The same for all calls of one size on planes that share, such as a model's layers."""
 
-    call: Call
-    run: MeasureRun
-    places: dict[str, Any] = field(default_factory=dict)  # by the names in args.h: a tensor to write to, or a size
-    reductions: list[tuple[int, Reduction]] = field(default_factory=list)  # with the measure's number
-    in_strips: list[bool] = field(default_factory=list)  # which measures need strips
+    def __init__(self, call: Call, run: MeasureRun) -> None:
+        self.plane = plane = run.plane.without_values()
+        self.fields = [0] * len(NO_STATISTICS)  # of args.h from `entropy` on; 0 where an address of the block goes
+        self.places: dict[str, tuple[int, torch.Size, torch.dtype]] = {}  # results: first byte, shape, dtype
+        self.size = 0  # bytes of the block
+        self.inputs: list[Any] = []  # what C reads: as long as this lives
+        self.reductions: list[tuple[int, Reduction]] = []  # with the measure's number
+        self._add("target", (plane.queries,), torch.int64)  # (the first: see `sees_all`)
+        contiguous = _contiguous(call, plane)
+        self.by_name = [_serves(measure, plane, contiguous) for measure in run.measures]
+        for number, measure in enumerate(run.measures):
+            if self.by_name[number]:
+                self._place(measure)
+            elif (reduction := run.reduction(number)) is not None:
+                self.reductions.append((number, reduction))
+        of_sums = {number for number, _ in self.reductions}
+        self.in_strips = [not known and number not in of_sums for number, known in enumerate(self.by_name)]
+        self._place_columns()
+        self._place_lists(run)
+        if any(reduction.received for _, reduction in self.reductions):
+            self._add("received", (plane.keys,))
+        if not contiguous and ("distance" in self.places or "offset" in self.places):
+            self._put(_POSITIONS, *_positions(self._input(plane.q_positions), self._input(plane.k_positions)))
+        if plane.padding is not None:
+            self._put(_UNCOUNTED, self._input(plane.padding.expand(plane.batch, -1)).data_ptr())
+        self.results = [(_FIELDS[name], first) for name, (first, shape, _) in self.places.items() if shape.numel()]
+        if isinstance(plane.numbers, Tensor) and "on_first" in self.places and int(plane.numbers[0]) != 0:
+            self.results.remove((_FIELDS["on_first"], self.places["on_first"][0]))  # it is not among the keys: 0
+        # Results may be computed later, if measures are known to read no more then than what they prepared.
+        self.may_wait = not any(self.in_strips) and all(_reads_nothing_later(measure) for measure in run.measures)
+        if self.may_wait:
+            _ = [work.counted for work in run.work]  # computed now
 
     @staticmethod
     def of(call: Call, run: MeasureRun) -> Statistics:
-        """Ask for what the measures of a run need."""
-        asked = Statistics(call, run)
-        plane = run.plane
-        contiguous = _contiguous(call, plane)
-        for number, (measure, state, reduction) in enumerate(
-            zip(run.measures, run.states, run.reductions(), strict=True)
-        ):
-            by_name = _serves(measure, plane, contiguous)
-            if by_name:
-                asked._place(measure, state)
-            elif reduction is not None:
-                asked.reductions.append((number, reduction))
-            asked.in_strips.append(not by_name and reduction is None)
-        asked._place_sums()
-        if not contiguous and ("distance" in asked.places or "offset" in asked.places):
-            asked.places |= {
-                "q_positions": plane.q_positions.contiguous(),
-                "k_positions": plane.k_positions.contiguous(),
-            }
-        if plane.padding is not None:
-            asked.places["uncounted"] = plane.padding.expand(plane.batch, -1).contiguous()
-        asked.places["target"] = torch.empty(plane.batch, plane.heads, plane.queries, dtype=torch.int64)
-        return asked
+        """The statistics that the measures of a run need."""
+        if run.kept is None:
+            return Statistics(call, run)
+        key = ("statistics", run.plane.heads, call.contiguous, call.q_start)
+        known = run.kept.get(key)
+        if known is None:
+            known = run.kept[key] = Statistics(call, run)
+        return known
 
-    def _place(self, measure: Measure, state: Any) -> None:
-        """Let C write into a measure's own memory."""
-        plane = self.run.plane
-        if isinstance(measure, OnFirst) and plane.numbers is not None and int(plane.numbers[0]) != 0:
-            return  # the text's first token is not among the keys: 0, as it is
+    def _place(self, measure: Measure) -> None:
+        """Let C write what a measure keeps in memory."""
         name = _BY_NAME[type(measure)]
-        if isinstance(measure, MaxLogit):
-            self.places.setdefault("peak", state)
-        elif isinstance(measure, Peak):
-            self.places["peak"] = state[0]
+        if isinstance(measure, (Heatmap, Crop)):
+            rows, columns = measure.begin(self.plane).shape[2:]
+            self._add(name, (rows, columns))
+            crops = isinstance(measure, Crop)
+            self._put(_FIELDS[name] + 1, *((measure.r0, rows, measure.c0, columns) if crops else (rows, columns)))
         elif isinstance(measure, Links):
-            self.places |= {"link_weights": state.weights, "link_keys": state.keys}
-        elif state.numel():
-            self.places[name] = state
-        if isinstance(measure, Offsets):
-            self.places["reach"] = (measure.before, measure.after)
-        if isinstance(measure, Crop):
-            self.places["corner"] = (measure.r0, measure.c0)
+            shape = self.plane.queries, min(measure.k, self.plane.keys)
+            self._add("link_weights", shape)
+            self._add("link_keys", shape, torch.int64)
+            self._put(_FIELDS["link_keys"] + 1, shape[1])
+        elif isinstance(measure, Offsets):
+            self._add(name, (measure.before + 1 + measure.after,))
+            self._put(_FIELDS[name] + 1, measure.before, measure.after)
+        else:
+            self._add(name, (self.plane.keys if isinstance(measure, Received) else self.plane.queries,))
 
-    def _place_sums(self) -> None:
-        """Memory for the sums of all reductions, each kind in one tensor."""
-        plane = self.run.plane
+    def _place_columns(self) -> None:
+        """One tensor for the columns of all reductions."""
         columns = [reduction.columns for _, reduction in self.reductions if reduction.columns is not None]
-        if columns:
-            lead = [max(x.shape[axis] for x in columns) for axis in (0, 1)]
-            factors = torch.cat([x.to(torch.float32).expand(*lead, -1, -1) for x in columns], 2).contiguous()
-            self.places |= {"column_factors": factors, "columns": plane.new(plane.queries, factors.shape[2])}
-        lists = [reduction.lists for _, reduction in self.reductions if reduction.lists is not None]
-        if lists:
-            owners = [self.run.measures[i] for i, reduction in self.reductions if reduction.lists is not None]
-            if all(measure.shareable for measure in owners):
-                flat = plane.once(("lists", *owners), lambda: _flat(KeyLists.joined(lists)))
-            else:
-                flat = _flat(KeyLists.joined(lists))
-            self.places |= {"key_lists": flat, "lists": plane.new(plane.queries, flat.count)}
-        if any(reduction.received for _, reduction in self.reductions) and "received" not in self.places:
-            self.places["received"] = plane.new(plane.keys)
+        if not columns:
+            return
+        lead = [max(x.shape[axis] for x in columns) for axis in (0, 1)]
+        factors = self._input(torch.cat([x.to(torch.float32).expand(*lead, -1, -1) for x in columns], 2))
+        self._add("columns", (self.plane.queries, factors.shape[2]))
+        strides = _item_stride(factors), _item_stride(factors, 1)
+        self._put(_FIELDS["columns"] + 1, factors.data_ptr(), factors.shape[2], *strides)
 
-    def finish(self) -> None:
-        """C has run: hand the measures what was found."""
-        run, plane, target = self.run, self.run.plane, self.places["target"]
-        torch.ge(target, 0, out=run.seen)
+    def _place_lists(self, run: MeasureRun) -> None:
+        """One tensor for the lists of all reductions."""
+        lists = [reduction.lists for _, reduction in self.reductions if reduction.lists is not None]
+        if not lists:
+            return
+        owners = [run.measures[i] for i, reduction in self.reductions if reduction.lists is not None]
+        if all(measure.shareable for measure in owners):
+            flat = self.plane.once(("lists", *owners), lambda: _flat(KeyLists.joined(lists)))
+        else:
+            flat = _flat(KeyLists.joined(lists))
+        self.inputs.append(flat)
+        self._add("lists", (self.plane.queries, flat.count))
+        addresses = [x.data_ptr() for x in (flat.keys, flat.begin, flat.end)]
+        self._put(_FIELDS["lists"] + 1, *addresses, flat.count, _item_stride(flat.begin))
+
+    def _add(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
+        """Reserve a part of the block for (B, H, *shape)."""
+        if name not in self.places:
+            full = torch.Size((self.plane.batch, self.plane.heads, *shape))
+            self.places[name] = self.size, full, dtype
+            self.size += -(full.numel() * dtype.itemsize // -64) * 64
+
+    def _put(self, field: int, *values: int) -> None:
+        self.fields[field : field + len(values)] = values
+
+    def _input(self, x: Tensor) -> Tensor:
+        """A tensor as C reads it."""
+        self.inputs.append(x.contiguous())
+        return self.inputs[-1]
+
+    def new_block(self) -> Tensor:
+        """Memory for the results of one call."""
+        return torch.zeros(self.size // 8, dtype=torch.int64)
+
+    def packed(self, block: Tensor) -> list[int]:
+        """The fields of args.h from `entropy` on."""
+        fields, address = self.fields.copy(), block.data_ptr()
+        for field, first in self.results:
+            fields[field] = address + first
+        return fields
+
+    def sees_all(self, block: Tensor) -> bool:
+        """Whether each query of a call saw a key."""
+        return int(block[: self.places["target"][1].numel()].min()) >= 0
+
+    def result(self, name: str, block: Tensor) -> Tensor:
+        """A result of a call, (B, H, ...)."""
+        first, shape, dtype = self.places[name]
+        first //= dtype.itemsize
+        return block.view(dtype)[first : first + shape.numel()].view(shape)
+
+    def finish(self, block: Tensor, run: MeasureRun) -> None:
+        """Hand the measures what a call gave."""
+        run.seen = self.result("target", block) >= 0
+        run.states = [
+            self._state(measure, block) if by_name else measure.begin(run.plane)
+            for measure, by_name in zip(run.measures, self.by_name, strict=True)
+        ]
         column = first = 0
         for number, reduction in self.reductions:
             columns = lists = None
             if reduction.columns is not None:
-                columns = self.places["columns"][..., column : column + reduction.columns.shape[2]]
+                columns = self.result("columns", block)[..., column : column + reduction.columns.shape[2]]
                 column += reduction.columns.shape[2]
             if reduction.lists is not None:
-                lists = self.places["lists"][..., first : first + reduction.lists.count]
+                lists = self.result("lists", block)[..., first : first + reduction.lists.count]
                 first += reduction.lists.count
-            received = self.places["received"] if reduction.received else None
+            received = self.result("received", block) if reduction.received else None
             sums = Sums(columns, lists, received)
-            run.measures[number].take(run.states[number], sums, plane, run.prepared[number])
-        for measure, state in zip(run.measures, run.states, strict=True):
-            if isinstance(measure, MaxLogit) and self.places["peak"] is not state:
-                state.copy_(self.places["peak"])
-            elif isinstance(measure, Peak):
-                state[1].copy_(_numbered(target, plane))
-            elif isinstance(measure, Links) and plane.numbers is not None:
-                state.keys.copy_(_numbered(state.keys, plane))
+            run.measures[number].take(run.states[number], sums, run.plane, run.prepared[number])
 
-    def packed(self) -> tuple[Any, ...]:
-        """The fields of args.h from `entropy` on."""
-        get, places = self.places.get, self.places
-        heatmap, crop = get("heatmap"), get("crop")
-        return (
-            *[_address(get(name)) for name in _ADDRESSES],
-            *get("reach", (0, 0)),
-            _address(heatmap),
-            *((0, 0) if heatmap is None else heatmap.shape[2:]),
-            _address(get("uncounted")),
-            *((0,) * 4 if "q_positions" not in places else _positions(places["q_positions"], places["k_positions"])),
-            *((0,) * 5 if "columns" not in places else _columns(places["columns"], places["column_factors"])),
-            *((0,) * 6 if "lists" not in places else _lists(places["lists"], places["key_lists"])),
-            *((0,) * 3 if "link_keys" not in places else _links(places["link_weights"], places["link_keys"])),
-            _address(crop),
-            *((0,) * 4 if crop is None else _corner(crop, *places["corner"])),
-        )
+    def _state(self, measure: Measure, block: Tensor) -> Any:
+        """The memory of a measure that C has by its name, filled."""
+        if isinstance(measure, Peak):
+            return self.result("peak", block), _numbered(self.result("target", block), self.plane)
+        if isinstance(measure, Links):
+            keys = _numbered(self.result("link_keys", block), self.plane)
+            return TopLinks(keys, self.result("link_weights", block))
+        return self.result(_BY_NAME[type(measure)], block)
 
 
-_ADDRESSES = ("entropy", "peak", "target", "distance", "offset", "on_first", "received", "offsets")
+_FIELDS = {  # where results stand among the fields of args.h from `entropy` on
+    "entropy": 0,
+    "peak": 1,
+    "target": 2,
+    "distance": 3,
+    "offset": 4,
+    "on_first": 5,
+    "received": 6,
+    "offsets": 7,  # before, after
+    "heatmap": 10,  # rows, columns
+    "columns": 18,  # their factors, count, strides
+    "lists": 23,  # keys, begin, end, count, stride
+    "link_weights": 29,
+    "link_keys": 30,  # their count
+    "crop": 32,  # first row, rows, first column, columns
+}
+_UNCOUNTED, _POSITIONS = 13, 14
 NO_STATISTICS = (0,) * 37
+
+
+def _reads_nothing_later(measure: Measure) -> bool:
+    """Whether a measure's `take` and `end` read no values, no ids and nothing else that a model may write over: known
+    of the package's own measures."""
+    return measure.shareable and type(measure).__module__.startswith("regard.measures.")
 
 
 def _serves(measure: Measure, plane: Plane, contiguous: bool) -> bool:
@@ -195,6 +260,8 @@ def _contiguous(call: Call, plane: Plane) -> bool:
 
 def _in_steps(call: Call, plane: Plane) -> bool:
     keys, queries = plane.k_positions, plane.q_positions
+    if keys is call.whole().k_positions and queries is call.whole().q_positions:
+        return True
     rows = torch.arange(queries.shape[1], device=queries.device) + call.q_start
     slots = torch.arange(keys.shape[1], device=keys.device)
     return torch.equal(queries - keys[:, :1], rows[None].expand(queries.shape)) and torch.equal(
@@ -220,27 +287,6 @@ def _numbered(slots: Tensor, plane: Plane) -> Tensor:
 
 def _positions(queries: Tensor, keys: Tensor) -> tuple[int, ...]:
     return queries.data_ptr(), keys.data_ptr(), _item_stride(queries), _item_stride(keys)
-
-
-def _columns(sums: Tensor, factors: Tensor) -> tuple[int, ...]:
-    return sums.data_ptr(), factors.data_ptr(), factors.shape[2], _item_stride(factors), _item_stride(factors, 1)
-
-
-def _lists(sums: Tensor, lists: KeyLists) -> tuple[int, ...]:
-    addresses = [x.data_ptr() for x in (sums, lists.keys, lists.begin, lists.end)]
-    return *addresses, lists.count, _item_stride(lists.begin)
-
-
-def _links(weights: Tensor, keys: Tensor) -> tuple[int, ...]:
-    return weights.data_ptr(), keys.data_ptr(), weights.shape[3]
-
-
-def _corner(crop: Tensor, row: int, column: int) -> tuple[int, int, int, int]:
-    return row, crop.shape[2], column, crop.shape[3]
-
-
-def _address(x: Tensor | None) -> int:
-    return 0 if x is None else x.data_ptr()
 
 
 def _item_stride(x: Tensor, axis: int = 0) -> int:

@@ -1,6 +1,7 @@
 """The only way into a kernel: choose one, turn autocast off, and hand the call to observers.
 
     run(call)            the output (B, H, N, E), differentiable; observers are told
+    run_unobserved(call) the same, and they are not
     run_measured(...)    output and log-sum-exp while the weights are shown to measures; without gradient
     weights(call)        the N x M weights, by the reference formula
 
@@ -35,6 +36,7 @@ __all__ = [
     "observers",
     "run",
     "run_measured",
+    "run_unobserved",
     "weights",
 ]
 
@@ -77,12 +79,12 @@ def run(call: Call, kernel: str = "auto") -> Tensor:
     """The output (B, H, N, E) of a call, by the kernel named; by "auto" the first that can serve and is worth it."""
     if not torch.compiler.is_compiling() and observers.stack:
         return _run_observed(call, kernel)
-    return _compute(call, kernel)
+    return run_unobserved(call, kernel)
 
 
 def _run_observed(call: Call, kernel: str) -> Tensor:
     """Each observer wraps the next. Attention that an observer computes is not observed."""
-    compute: Callable[[], Tensor] = functools.partial(_compute, call, kernel)
+    compute: Callable[[], Tensor] = functools.partial(run_unobserved, call, kernel)
     stack = observers.stack
     for observer in reversed(stack):
         compute = functools.partial(observer.attention, call, compute, kernel)
@@ -93,7 +95,8 @@ def _run_observed(call: Call, kernel: str) -> Tensor:
         observers.stack = stack
 
 
-def _compute(call: Call, kernel: str) -> Tensor:
+def run_unobserved(call: Call, kernel: str = "auto") -> Tensor:
+    """As `run`, without telling observers."""
     chosen = choose(kernel, call)
     with fixed_precision(call.q):
         return chosen.output(call)

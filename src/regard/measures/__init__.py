@@ -34,6 +34,7 @@ from regard.measures.distribution import (
     Itself,
     Local,
     MaxLogit,
+    Near,
     Next,
     Offset,
     Offsets,
@@ -43,7 +44,7 @@ from regard.measures.distribution import (
     Received,
 )
 from regard.measures.maps import Crop, Heatmap, Links, TopLinks
-from regard.measures.pairs import Pairs
+from regard.measures.pairs import Pairs, PairSets
 from regard.measures.run import DEFAULT, MeasureLike, Measurements, MeasureRun, as_measures
 from regard.measures.tokens import Duplicate, Induction, Tokens
 
@@ -66,10 +67,12 @@ __all__ = [
     "MeasureLike",
     "MeasureRun",
     "Measurements",
+    "Near",
     "Next",
     "Offset",
     "Offsets",
     "OnFirst",
+    "PairSets",
     "Pairs",
     "Peak",
     "PerKey",

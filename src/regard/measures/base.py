@@ -74,6 +74,10 @@ class Plane:
         object.__setattr__(self, "_shared", shared)
         return self
 
+    def without_values(self) -> Plane:
+        """The same plane without values and output projection, which shares with this one."""
+        return replace(self, values=None, out_weight=None).sharing(self._shared)
+
     def reserve_rows(self, count: int) -> None:
         """Allocate at once what the next `count` calls of `new(queries)` will return."""
         shape = (count, self.batch, self.heads, self.queries)
@@ -102,6 +106,17 @@ class Plane:
     def steps_of_one(self) -> bool:
         """Whether each key's position is one more than that of the slot before."""
         return self.once("steps", lambda: bool((self.k_positions[:, 1:] - self.k_positions[:, :-1] == 1).all()))
+
+    @property
+    def in_order(self) -> bool:
+        """Whether queries and keys are the same tokens, without padding, each one position after the one before."""
+        return self.once("in order", self._in_order)
+
+    def _in_order(self) -> bool:
+        others = (self.numbers, self.padding, self.key_padding, self.first)
+        if self.queries != self.keys or any(x is not None for x in others):
+            return False
+        return self.steps_of_one and torch.equal(*torch.broadcast_tensors(self.q_positions, self.k_positions))
 
     @property
     def is_first(self) -> Tensor:
@@ -138,13 +153,14 @@ class KeyLists:
         if len(several) == 1:
             return several[0]
         items = max(x.shape[0] for lists in several for x in (lists.keys, lists.begin))
-        begins, ends, first = [], [], 0
+        begins, ends, keys, first = [], [], [], 0
         for lists in several:
-            begins.append((lists.begin + first).expand(items, -1, -1))
-            ends.append((lists.end + first).expand(items, -1, -1))
+            begin, end = (lists.begin + first, lists.end + first) if first else (lists.begin, lists.end)
+            begins.append(begin if begin.shape[0] == items else begin.expand(items, -1, -1))
+            ends.append(end if end.shape[0] == items else end.expand(items, -1, -1))
+            keys.append(lists.keys if lists.keys.shape[0] == items else lists.keys.expand(items, -1))
             first += lists.keys.shape[1]
-        keys = torch.cat([lists.keys.expand(items, -1) for lists in several], 1)
-        return KeyLists(keys, torch.cat(begins, 2), torch.cat(ends, 2))
+        return KeyLists(torch.cat(keys, 1), torch.cat(begins, 2), torch.cat(ends, 2))
 
 
 @dataclass(frozen=True)

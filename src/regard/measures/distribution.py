@@ -20,6 +20,7 @@ __all__ = [
     "Itself",
     "Local",
     "MaxLogit",
+    "Near",
     "Next",
     "Offset",
     "Offsets",
@@ -140,6 +141,38 @@ class Offsets(Measure):
 
     def end(self, state: Tensor, seen: Tensor) -> dict[str, Tensor]:
         return {"offsets": state / seen.sum(-1).clamp(min=1)[..., None]}
+
+
+class Near(Measure):
+    """The mass by relative position, for each query: (B, H, N, before + 1 + after). `Offsets` is its mean.
+
+    >>> import regard
+    >>> q = k = torch.zeros(1, 1, 3, 5)  # equal weights
+    >>> regard.measure(q, k, measures=Near(1, 1)).near[0, 0, 0]  # the first token has none before it
+    tensor([0.0000, 0.3333, 0.3333])
+    """
+
+    gives = {"near": "query"}
+    shareable = True
+    untabled = ("near",)
+
+    def __init__(self, before: int = 8, after: int = 8) -> None:
+        self.before, self.after = whole_number("before", before, at_least=0), whole_number("after", after, at_least=0)
+
+    def begin(self, plane: Plane) -> Tensor:
+        return plane.new(plane.queries, self.before + 1 + self.after)
+
+    def add(self, state: Tensor, strip: Strip, prepared: Any) -> None:
+        offsets = torch.arange(-self.before, self.after + 1, device=strip.weights.device)
+        state[strip.where] = strip.at(strip.q_positions[..., None] + offsets)
+
+    def reduction(self, plane: Plane, prepared: Any) -> Reduction:
+        offsets = torch.arange(-self.before, self.after + 1)
+        return Reduction(lists=keys_near(plane, offsets, offsets))
+
+    def take(self, state: Tensor, sums: Sums, plane: Plane, prepared: Any) -> None:
+        assert sums.lists is not None
+        state.copy_(sums.lists)
 
 
 class _OnKeys(PerQuery):

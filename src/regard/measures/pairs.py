@@ -5,6 +5,7 @@ Letters: B batch, H query heads, N queries, M keys, K keys of a query; c, h, n, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from regard.errors import bad_type, bad_value, shape_of
 from regard.measures.base import KeyLists, Measure, Plane, Reduction, Strip, Sums
 
-__all__ = ["Pairs"]
+__all__ = ["PairSets", "Pairs"]
 
 
 class Pairs(Measure):
@@ -85,3 +86,45 @@ class Pairs(Measure):
 
     def counted(self, plane: Plane, prepared: Tensor) -> Tensor:
         return (prepared >= 0).any(-1)
+
+
+class PairSets(Measure):
+    """The mass on several sets of given pairs, (B, H, N, S): `Pairs` for each of them.
+
+    Args:
+        sets: S tensors of keys, each as `Pairs` takes them.
+
+    >>> import regard
+    >>> q = k = torch.zeros(1, 1, 3, 5)  # equal scores: all weights are 1/3
+    >>> sets = PairSets([torch.tensor([1, 0, -1]), torch.tensor([[0, 1], [0, -1], [-1, -1]])])
+    >>> regard.measure(q, k, measures=sets).pair_sets[0, 0, 0]
+    tensor([0.3333, 0.6667])
+    """
+
+    gives = {"pair_sets": "query"}
+    untabled = ("pair_sets",)
+    shareable = True
+
+    def __init__(self, sets: Sequence[Tensor]) -> None:
+        self.sets = [Pairs(keys) for keys in sets]
+        if not self.sets:
+            raise bad_value("PairSets sets", expected="at least one", received="none")
+
+    def prepare(self, plane: Plane) -> list[Tensor]:
+        """(1|B, N, K) of each set."""
+        return [pairs.prepare(plane) for pairs in self.sets]
+
+    def begin(self, plane: Plane) -> Tensor:
+        return plane.new(plane.queries, len(self.sets))
+
+    def add(self, state: Tensor, strip: Strip, prepared: list[Tensor]) -> None:
+        for number, (pairs, keys) in enumerate(zip(self.sets, prepared, strict=True)):
+            pairs.add(state[..., number], strip, keys)
+
+    def reduction(self, plane: Plane, prepared: list[Tensor]) -> Reduction:
+        lists = [pairs.reduction(plane, keys).lists for pairs, keys in zip(self.sets, prepared, strict=True)]
+        return Reduction(lists=KeyLists.joined([x for x in lists if x is not None]))
+
+    def take(self, state: Tensor, sums: Sums, plane: Plane, prepared: Any) -> None:
+        assert sums.lists is not None
+        state.copy_(sums.lists)

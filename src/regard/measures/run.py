@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -152,20 +152,40 @@ class _Prepared:
 
 
 class MeasureRun:
-    """Some measures at work on one plane: give it every strip, then ask for the results."""
+    """Some measures at work on one plane: give it every strip, then ask for the results.
+
+    A kernel that has sums in place of strips may set `unfinished`: called with the run before its first result is
+    needed, it sets `states` and `seen`."""
 
     def __init__(self, measures: list[Measure], plane: Plane) -> None:
         self.measures, self.plane = measures, plane
-        shared = [measure for measure in measures if measure.shareable]
-        of_shared = plane.once(tuple(shared), lambda: {measure: _Prepared(measure, plane) for measure in shared})
-        self.work = [of_shared.get(measure) or _Prepared(measure, plane) for measure in measures]
-        plane.reserve_rows(sum([measure.query_tensors for measure in measures]))
-        self.states = [measure.begin(plane) for measure in measures]
-        self.seen = plane.new(plane.queries, dtype=torch.bool)
+        self.unfinished: Callable[[MeasureRun], None] | None = None
+        # Set by a kernel where the result may wait, and nothing of the call has to live until then: whether each query
+        # saw a key.
+        self.sees_all: Callable[[], bool] | None = None
+        shared = plane.once(tuple(measures), lambda: _Shared(measures, plane))
+        # What a kernel derives of these measures, for this run and those on planes that share; None: not to be kept.
+        self.kept: dict[Any, Any] | None = None
+        if len(shared.work) == len(measures):
+            self.work, self.kept = shared.work, shared.kept
+        else:
+            of_shared = {work.measure: work for work in shared.work}
+            self.work = [of_shared.get(measure) or _Prepared(measure, plane) for measure in measures]
 
-    def reductions(self) -> list[Reduction | None]:
-        """The sums that are enough for each measure; None for those that need strips."""
-        return [work.reduction for work in self.work]
+    @functools.cached_property
+    def states(self) -> list[Any]:
+        """The memory of each measure."""
+        self.plane.reserve_rows(sum([measure.query_tensors for measure in self.measures]))
+        return [measure.begin(self.plane) for measure in self.measures]
+
+    @functools.cached_property
+    def seen(self) -> Tensor:
+        """Which queries see a key, (B, H, N)."""
+        return self.plane.new(self.plane.queries, dtype=torch.bool)
+
+    def reduction(self, number: int) -> Reduction | None:
+        """The sums that are enough for a measure; None if it needs strips."""
+        return self.work[number].reduction
 
     @property
     def prepared(self) -> list[Any]:
@@ -183,6 +203,7 @@ class MeasureRun:
     def only(self, which: list[bool]) -> MeasureRun:
         """The same survey with some of its measures alone; what they find is found here, too."""
         partial = copy(self)
+        partial.seen = self.seen
         partial.measures, partial.work, partial.states = (
             [x for x, wanted in zip(some, which, strict=True) if wanted]
             for some in (self.measures, self.work, self.states)
@@ -197,6 +218,7 @@ class MeasureRun:
 
     def result(self, lse: Tensor | None = None) -> Measurements:
         """Everything that was found. `lse` (B, H, N): the log-sum-exp, where scores are known."""
+        self.finish()
         values: dict[str, Any] = {}
         padding = self.plane.padding
         tokens = self.seen if padding is None else self.seen & ~padding[:, None]
@@ -204,6 +226,15 @@ class MeasureRun:
             results = measure.end(state, tokens if measure.sums_queries else self.seen)
             values.update(measure.with_scores(results, lse) if lse is not None and measure.needs_scores else results)
         return Measurements(values, self.seen, self._counts(), lse=lse)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"kept": None}
+
+    def finish(self) -> None:
+        """Hand the measures what a kernel has found, unless that was done."""
+        if self.unfinished is not None:
+            finish, self.unfinished = self.unfinished, None
+            finish(self)
 
     def _counts(self) -> dict[str, Tensor]:
         """Which queries (B, H, N) count in the mean of a result, where not all do that see a key."""
@@ -223,3 +254,16 @@ class MeasureRun:
         key = ("counts", *self.measures)
         which = plane.once(key, lambda: torch.stack(torch.broadcast_tensors(*masks))[:, :, None])  # (K, 1|B, 1, N)
         return dict(zip(names, (which & self.seen).unbind(0), strict=True))
+
+
+class _Shared:
+    """What runs of the same measures on planes that share need not compute again. It keeps no values alive."""
+
+    def __init__(self, measures: list[Measure], plane: Plane) -> None:
+        plane = plane.without_values()
+        self.work = [_Prepared(measure, plane) for measure in measures if measure.shareable]
+        self.kept: dict[Any, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what kernels have derived, which may hold addresses."""
+        return {"work": self.work, "kept": {}}

@@ -6,8 +6,10 @@ c, h, n, m the same within one strip.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,6 +131,56 @@ class Tokens(Measure):
         return {"tokens": state[0], "tokens_first": state[1]}
 
 
+@dataclass
+class CopiesWanted:
+    """What `_Copies` compares: the ids of queries (1|B, N) and keys (1|B, M)."""
+
+    plane: Plane
+    ids: Tensor
+    key_ids: Tensor
+    after: int
+
+    @functools.cached_property
+    def copies(self) -> tuple[Tensor, Tensor]:
+        """For each key the token `after` before it: its id and its position, (1|B, M) each."""
+        plane, positions = self.plane, self.plane.k_positions
+        if not self.after:
+            return self.key_ids, positions
+        if plane.text_ids is not None and plane.numbers is not None:  # some tokens are not among the keys any more
+            return _token_before(plane.text_ids)[:, plane.numbers], positions - self.after
+        return _token_before(self.key_ids), torch.nn.functional.pad(positions, (1, 0))[:, : plane.keys]
+
+
+class _SortedIds(NamedTuple):
+    """The tokens of a text (`Plane.in_order`) in the order of their ids, and of their slots among equal ids: (1|B, M)
+    each. The earlier copies of a token stand from `begin` to its own `place`."""
+
+    ids: Tensor
+    slots: Tensor  # in this order
+    begin: Tensor  # for each token: where the first with its id stands
+    place: Tensor  # for each token: where it stands itself
+
+    @staticmethod
+    def of(ids: Tensor) -> _SortedIds:
+        """Sort the ids (1|B, M) of a text."""
+        by_id, slots = ids.sort(dim=1, stable=True)
+        numbers = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        place = torch.empty_like(slots).scatter_(1, slots, numbers)
+        return _SortedIds(ids, slots, torch.searchsorted(by_id.contiguous(), ids.contiguous()), place)
+
+    def copies(self, after: int) -> KeyLists:
+        """For each token two lists: what stands `after` tokens (0 or 1) after its earlier copies; and the same without
+        the first token, the neighbours, and the token itself."""
+        ids, begin, end = self.ids, self.begin, self.place
+        apart = torch.zeros_like(end)
+        for distance in range(1, min(2 + after, ids.shape[1])):  # copies at these distances are no part of the second
+            apart[:, distance:].add_(ids[:, distance:] == ids[:, :-distance])
+        apart = end - apart
+        begin_apart = begin if after else begin + (ids == ids[:, :1])
+        ends = torch.stack([end, torch.maximum(begin_apart, apart)], 2)
+        return KeyLists((self.slots + after).to(torch.int32), torch.stack([begin, begin_apart], 2), ends)
+
+
 class _Copies(Measure):
     """The mass on what stands `after` tokens (0 or 1) after the earlier copies of the query's token. Queries whose
     token has no earlier copy have 0 and do not count.
@@ -150,33 +202,31 @@ class _Copies(Measure):
             )
         self.ids = ids
 
-    def prepare(self, plane: Plane) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries' ids (1|B, N); for each key the token `after` before it, its id and position (1|B, M)."""
-        ids, key_ids, positions = ids_of_queries(plane, self), ids_of_keys(plane, self), plane.k_positions
-        if not self.after:
-            return ids, key_ids, positions
-        if plane.text_ids is not None and plane.numbers is not None:  # some tokens are not among the keys any more
-            return ids, _token_before(plane.text_ids)[:, plane.numbers], positions - self.after
-        return ids, _token_before(key_ids), torch.nn.functional.pad(positions, (1, 0))[:, : plane.keys]
+    def prepare(self, plane: Plane) -> CopiesWanted:
+        return CopiesWanted(plane, ids_of_queries(plane, self), ids_of_keys(plane, self), self.after)
 
     def begin(self, plane: Plane) -> tuple[Tensor, Tensor]:
         return plane.new(plane.queries), plane.new(plane.queries)
 
-    def add(self, state: tuple[Tensor, Tensor], strip: Strip, prepared: tuple[Tensor, Tensor, Tensor]) -> None:
-        ids, copies, positions = prepared
+    def add(self, state: tuple[Tensor, Tensor], strip: Strip, prepared: CopiesWanted) -> None:
+        ids, (copies, positions) = prepared.ids, prepared.copies
         same = strip.of_queries(ids)[:, :, None] == strip.of_keys(copies)[:, None, :]
         pairs = same & (strip.of_keys(positions)[:, None, :] < strip.q_positions[:, :, None])
         state[0][strip.where] = strip.where_true(pairs)
         ahead = strip.k_positions[:, None, :] - strip.q_positions[:, :, None]
         state[1][strip.where] = strip.where_true(pairs & (ahead.abs() > 1) & ~strip.is_first[:, None])
 
-    def reduction(self, plane: Plane, prepared: tuple[Tensor, Tensor, Tensor]) -> Reduction | None:
+    def reduction(self, plane: Plane, prepared: CopiesWanted) -> Reduction | None:
         """Two lists: the keys that count, and those of them that lie apart. Where positions rise one by one, what is
         left out of the second stands at the ends of the first."""
         return plane.once((self, "lists"), lambda: self._reduction(plane, prepared))
 
-    def _reduction(self, plane: Plane, prepared: tuple[Tensor, Tensor, Tensor]) -> Reduction | None:
-        ids, copies, positions = prepared
+    def _reduction(self, plane: Plane, prepared: CopiesWanted) -> Reduction | None:
+        if plane.in_order and torch.equal(prepared.ids, prepared.key_ids):
+            owner = self if self.ids is not None else None
+            in_order = plane.once((owner, "sorted"), lambda: _SortedIds.of(prepared.key_ids))
+            return Reduction(lists=in_order.copies(self.after))
+        ids, (copies, positions) = prepared.ids, prepared.copies
         keys, queries = plane.k_positions, plane.q_positions
         if not plane.steps_of_one and (self.after == 0 or plane.text_ids is None):
             return None
@@ -193,7 +243,7 @@ class _Copies(Measure):
     def end(self, state: tuple[Tensor, Tensor], seen: Tensor) -> dict[str, Tensor]:
         return dict(zip(self.gives, state, strict=True))
 
-    def counted(self, plane: Plane, prepared: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+    def counted(self, plane: Plane, prepared: CopiesWanted) -> dict[str, Tensor]:
         """A token counts if the first of its kind stands before it: far enough, in the second result."""
         reduction = self.reduction(plane, prepared) if plane.numbers is None else None
         if reduction is not None:  # all tokens are among the keys: those count whose lists are not empty
@@ -204,12 +254,12 @@ class _Copies(Measure):
         if plane.text_ids is not None:
             key_ids = plane.text_ids
             k_positions = number = torch.arange(key_ids.shape[1], device=key_ids.device)[None]
-        apart = first = self._first_copies(plane, prepared[0], key_ids, k_positions)
+        apart = first = self._first_copies(plane, prepared.ids, key_ids, k_positions)
         if not self.after:  # the text's first token is a copy, but one that is looked at for another reason
             number = torch.arange(key_ids.shape[1], device=key_ids.device) if number is None else number
             start = torch.zeros(1, 1, device=key_ids.device) if plane.first is None else plane.first[:, None]
             key_ids = torch.where(number == start, NO_TOKEN, key_ids)
-            apart = self._first_copies(plane, prepared[0], key_ids, k_positions)
+            apart = self._first_copies(plane, prepared.ids, key_ids, k_positions)
         first_name, second_name = self.gives
         return {first_name: first < plane.q_positions, second_name: apart < plane.q_positions - 1 - self.after}
 

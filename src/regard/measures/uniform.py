@@ -31,7 +31,7 @@ from regard.measures.distribution import (
     Received,
 )
 from regard.measures.run import Measurements
-from regard.measures.tokens import Duplicate, Induction, Tokens, ids_of_keys, ids_of_queries
+from regard.measures.tokens import CopiesWanted, Duplicate, Induction, Tokens, ids_of_keys, ids_of_queries
 
 __all__ = ["EqualWeights", "closed_forms", "measure_uniform"]
 
@@ -219,11 +219,9 @@ def _tokens(measure: Tokens, equal: EqualWeights, members: Tensor) -> dict[str, 
     return {"tokens": tokens, "tokens_first": first}
 
 
-def _copied(
-    measure: Induction | Duplicate, equal: EqualWeights, prepared: tuple[Tensor, Tensor, Tensor]
-) -> dict[str, Tensor]:
-    ids, key_ids, positions = prepared
-    copies = _Copies(equal, ids, key_ids)
+def _copied(measure: Induction | Duplicate, equal: EqualWeights, prepared: CopiesWanted) -> dict[str, Tensor]:
+    key_ids, positions = prepared.copies
+    copies = _Copies(equal, prepared.ids, key_ids)
     end = torch.minimum(KeySlots(positions).before(equal.plane.q_positions), equal.high)  # where copies stand earlier
     end = torch.maximum(end, equal.low)
     pairs = copies.between(equal.low, end)

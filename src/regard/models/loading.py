@@ -33,9 +33,9 @@ from regard.models.fields import integer
 from regard.models.files import check_regular, damaged, read_json
 from regard.models.gguf_file import GgufFile
 from regard.models.gguf_tokenizer import UnknownTokenizer, tokenizer_of
-from regard.models.weights import SafetensorsFolder, Weights
+from regard.models.weights import SafetensorsFolder, StateDict, Weights
 
-__all__ = ["Source", "blank", "load", "source"]
+__all__ = ["Source", "blank", "load", "of_state_dict", "source"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -92,6 +92,33 @@ def load(
     if dtype is not None and dtype not in _DTYPES:
         raise bad_type("dtype", expected=" or ".join(map(str, _DTYPES)), received=repr(dtype))
     origin = source(name, check=check)
+    model = _load(origin, dtype, mmap=mmap, progress=progress)
+    model.tokenizer = origin.tokenizer()
+    return model
+
+
+def of_state_dict(settings: Mapping[str, Any], tensors: Mapping[str, Tensor], name: str) -> Encoder | Decoder:
+    """A model with the tensors of another library's model that is in memory, in eval mode, without a tokenizer.
+
+    Tensors that lie as ours do are shared with it, not copied.
+
+    Args:
+        settings: what its config.json would hold.
+        tensors: its state dict.
+        name: for messages.
+    """
+    family, weights = family_of(settings), StateDict(name, tensors)
+    return _load(Source(name, Path(name), family, family.config(settings), weights, 0), None)
+
+
+def _load(
+    origin: Source,
+    dtype: torch.dtype | None,
+    *,
+    mmap: bool = True,
+    progress: Callable[[Iterable[Any]], Iterable[Any]] | None = None,
+) -> Encoder | Decoder:
+    """Match the tensors of a source, read them, and fill the model with them."""
     model, matches, unused = _matched(origin)
     if origin.config.tied and (head := matches.pop("head.weight", None)) is not None:
         stored = (origin.weights.read(match.names[0]) for match in (head, matches["embedding.tokens.weight"]))
@@ -99,7 +126,7 @@ def load(
             origin = replace(origin, config=replace(origin.config, tied=False))
             model, matches, unused = _matched(origin)
     dtype = dtype or _stored_dtype(origin, matches)
-    model.tokenizer, model.unused = origin.tokenizer(), unused
+    model.unused = unused
     items = list(matches.items())
     tensors: dict[str, Tensor] = {}
     for key, match in items if progress is None else progress(items):

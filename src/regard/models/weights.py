@@ -1,10 +1,11 @@
 """Weight files, read lazily: names and shapes when opened, values on request. Never pickle.
 
-`Weights` is the interface; this file implements it for safetensors, `gguf_file.py` for GGUF.
+`Weights` is the interface; this file implements it for safetensors and for tensors in memory, `gguf_file.py` for GGUF.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from regard.errors import bad_value
 from regard.models.files import damaged, open_safetensors, read_json
 
-__all__ = ["SafetensorsFolder", "Weights", "damaged", "read_json"]
+__all__ = ["SafetensorsFolder", "StateDict", "Weights", "damaged", "read_json"]
 
 
 class Weights(Protocol):
@@ -117,3 +118,16 @@ class SafetensorsFolder:
     def read(self, name: str) -> Tensor:
         """A view of the mapped file."""
         return self._files[name].get_tensor(name)
+
+
+class StateDict:
+    """The tensors of a module that is in memory, as they are."""
+
+    def __init__(self, where: str, tensors: Mapping[str, Tensor]) -> None:
+        self.where, self._tensors = where, tensors
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self.dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """The tensor itself."""
+        return self._tensors[name]

@@ -46,7 +46,7 @@ import regard
 from regard import MultiHeadAttention, models, swap
 from regard.heads import ablate
 from regard.heads.capture.huggingface import _interface
-from regard.heads.interventions.ablate import refuse_checkpoints
+from regard.heads.interventions.changes import refuse_checkpoints
 from regard.masks import Causal
 from regard.models import EMBEDDED, Decoder, Encoder, ModelConfig
 
@@ -1043,7 +1043,7 @@ def test_wrong_arguments() -> None:
             ablate(model, {"layer": which})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="heads of 'layer': expected each head once, received 1 more than once"):
         ablate(model, {"layer": [1, 0, 1]})
-    with pytest.raises(ValueError, match='mode: expected "zero", "mean" or "patch", received \'none\''):
+    with pytest.raises(ValueError, match='mode: expected "zero", "mean", "patch" or "hide", received \'none\''):
         ablate(model, {0: [0]}, mode="none")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match='source: expected a record of another run for mode="patch", received none; '):
         ablate(model, {0: [0]}, mode="patch")

@@ -440,9 +440,15 @@ def test_tokens_of_a_loaded_record(tmp_path: Path) -> None:
     model, given = hf_models.model("bert"), hf_models.inputs("bert")
     with torch.no_grad(), regard.watch(model) as seen:
         model(**given)
+    seen.tokens = tokens = [["[CLS]", *"abc,efghi.k", "[SEP]"]] * 2
     seen.save(tmp_path / "record")
-    tokens = [["[CLS]", *"abc,efghi.k", "[SEP]"]] * 2
-    assert Record.load(tmp_path / "record").roles(tokens=tokens) == seen.roles(tokens=tokens)
+    loaded = Record.load(tmp_path / "record")
+    loaded.tokens = None
+    for mine, theirs in zip(loaded.roles(), seen.roles(), strict=True):
+        assert (mine.role, mine.also) == (theirs.role, theirs.also)
+        assert mine.evidence == pytest.approx(theirs.evidence, abs=1e-6)
+    with pytest.raises(ValueError, match="tokens: expected a record whose text is kept, received one that was loaded"):
+        loaded.roles(tokens=tokens)
 
 
 def test_a_record_of_nothing(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def every_measure() -> list[Any]:
         *["induction", "duplicate", "contribution", "max_logit"],
         measures.Offsets(3, 2),
         measures.Local(2),
+        measures.Near(2, 3),
         measures.Heatmap(4, 3),
         measures.Crop(1, 4, 0, 3),
         measures.Links(3),
@@ -53,7 +54,7 @@ def test_no_measure_is_forgotten() -> None:
         for name in measures.__all__
         if isinstance(kind := getattr(measures, name), type) and issubclass(kind, measures.Measure)
     }
-    assert made == shipped - {"Measure", "PerQuery", "PerKey", "Pairs"}  # (pairs are given for one number of queries)
+    assert made == shipped - {"Measure", "PerQuery", "PerKey", "Pairs", "PairSets"}  # (given for one number of queries)
 
 
 Batches = tuple[list[Any], dict[str, list[Any]]]  # one by one; and as one batch, padded right and left

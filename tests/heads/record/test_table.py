@@ -75,11 +75,14 @@ def test_roles() -> None:
     roles = Roles([Role("b", 1, "previous", 0.7, 0.1, 0.5, ["local"]), Role("b", 2, None)])
     roles.layers = ["a", "b"]
     found = Cells(roles._repr_html_())
-    assert found.text == "1 of 2 heads have a role"
-    assert found.rows[1] == ["1", "b", "1", "previous", "0.700", "0.100", "0.500", "local"]
+    assert found.text == "1 of 2 heads have a role, 1 one beside resting and looking everywhere"
+    assert found.rows[1] == ["1", "b", "1", "previous", "0.700", "0.100", "0.500", "", "1.000", "local"]
     assert repr(roles) == str(roles)
     assert isinstance(roles, list)
-    assert Cells(Roles()._repr_html_()).text == "0 of 0 heads have a role(no rows)"
+    assert (
+        Cells(Roles()._repr_html_()).text
+        == "0 of 0 heads have a role, 0 one beside resting and looking everywhere(no rows)"
+    )
 
 
 @pytest.mark.parametrize("hostile", ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "a & b <b>"])

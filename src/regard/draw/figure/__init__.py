@@ -17,10 +17,11 @@ from regard.draw.figure.canvas import write
 from regard.draw.figure.fonts import Fonts
 from regard.draw.figure.legends import Request, short_names
 from regard.draw.figure.maps import draw_head, draw_heads
+from regard.draw.figure.patching import draw_patching
 from regard.draw.figure.summaries import draw_entropy, draw_offsets, draw_roles
 from regard.draw.scene import Panel, Scene
 from regard.errors import bad_type, bad_value, missing_extra
-from regard.heads import Record
+from regard.heads import Patching, Record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,7 +39,7 @@ KINDS: dict[str, Callable[[Request], Figure]] = {
 
 
 def figure(
-    seen: Record,
+    seen: Record | Patching,
     tokens: Any = None,
     path: str | PathLike[str] | None = None,
     *,
@@ -49,14 +50,14 @@ def figure(
     width: float | None = None,
     dpi: float = 150,
 ) -> Figure:
-    """Draw a record, and write it to a file if `path` is given.
+    """Draw a record, or what `heads.sweep` gave, and write it to a file if `path` is given.
 
     | kind        | what it shows                                                         | what it needs             |
     | ----------- | --------------------------------------------------------------------- | ------------------------- |
     | `"heads"`   | the maps of all heads, layers down, heads across, with their roles;   | `keep="qk"` or heatmaps   |
     |             | with `layer` only the heads of that one, larger, with their tokens    |                           |
     | `"head"`    | one head large, tokens on both axes, its role and measures            | the same; layer and head  |
-    | `"roles"`   | which head has which role: a sign each, the shade by its score        | the default measures      |
+    | `"roles"`   | which head has which role: a sign each, the shade by its score        | q and k (kept by default) |
     | `"offsets"` | where heads look, relative to the query: a row for each head          | offsets (a default)       |
     | `"entropy"` | how widely each head looks, by layer, beside equal weights            | entropy (a default)       |
 
@@ -65,7 +66,9 @@ def figure(
     entropy are means over all texts.
 
     Args:
-        seen: the record that `watch` gave.
+        seen: the record that `watch` gave; or the result of `heads.sweep` or `heads.attribution_patching`, drawn with
+            layers down and heads across, or by token (the heads with the largest scores); of the rest only `tokens`,
+            `path`, `width` and `dpi` are for it.
         tokens: as for `Scene`: the text's tokens; a list of them for each text of a batch; a pair (source, target).
         path: a file that ends in .png, .svg or .pdf.
         kind: one of the above. With `layer` and `head`, "heads" is "head".
@@ -88,15 +91,29 @@ def figure(
     _need_matplotlib()
     suffix = None if path is None else _suffix(path)
     _check_numbers(width=width, dpi=dpi)
-    draw = _drawing(kind, layer, head)
-    scene = Scene(seen, tokens, item=item)
-    panels = scene.panels if layer is None else [scene.panel(layer)]
-    if head is not None:
-        _check_head(head, panels[0])
-    drawn = draw(Request(panels, layer is not None, head, width, dpi, Fonts(), short_names(scene.panels)))
+    if isinstance(seen, Patching):
+        _check_alone(kind=kind != "heads", layer=layer is not None, head=head is not None, item=item != 0)
+        drawn = draw_patching(seen, tokens, width, dpi, Fonts())
+    else:
+        draw = _drawing(kind, layer, head)
+        drawn = draw(_request(Scene(seen, tokens, item=item), layer, head, width, dpi))
     if path is not None:
         write(drawn, fspath(path), suffix, dpi)
     return drawn
+
+
+def _request(scene: Scene, layer: int | str | None, head: int | None, width: float | None, dpi: float) -> Request:
+    panels = scene.panels if layer is None else [scene.panel(layer)]
+    if head is not None:
+        _check_head(head, panels[0])
+    names = short_names([panel.name for panel in scene.panels])
+    return Request(panels, layer is not None, head, width, dpi, Fonts(), names)
+
+
+def _check_alone(**given: bool) -> None:
+    """Raise if a choice is made that only records have."""
+    for name in (name for name, is_given in given.items() if is_given):
+        raise bad_value(name, expected="none, for a result of patching is drawn as a whole", received="one")
 
 
 def _check_numbers(**numbers: float | None) -> None:

@@ -31,7 +31,13 @@ SIGNS = {
     "local": ("L", "#117733"),
     "long-range": ("R", "#999933"),
     "broad": ("B", "#ddaa33"),
+    "same word": ("W", "#44aa99"),
+    "related": ("M", "#bb5566"),
+    "retrieval": ("F", "#994455"),
+    "sink": ("_", "#888888"),
+    "resting only": ("0", "#999999"),
 }
+OFFSET, CLASS, RELATION = ("±", "#4477aa"), ("C", "#aa7744"), ("§", "#663399")  # kinds that have many names
 PAGE = 7.0  # inches: the default width is at most the text width of a page
 TALL = 9.4  # inches: the height is at most this, as far as maps can be made smaller
 
@@ -64,13 +70,17 @@ class Request:
             raise bad_value("width", expected=expected, received=f"{self.width:g}")
 
 
-def short_names(panels: Sequence[Panel]) -> list[str]:
-    """Layers' names without their common beginning and end: 0, 1, 2 of blocks.0.attention and so on."""
-    parts = [panel.name.split(".") for panel in panels]
+def short_names(names: Sequence[str]) -> list[str]:
+    """Layers' names without their common beginning and end.
+
+    >>> short_names(["blocks.0.attention", "blocks.1.attention"])
+    ['0', '1']
+    """
+    parts = [name.split(".") for name in names]
     least = min(map(len, parts))
     first = next((i for i in range(least) if len({part[i] for part in parts}) > 1), least)
     last = next((i for i in range(least - first) if len({part[-1 - i] for part in parts}) > 1), least - first)
-    return [".".join(part[first : len(part) - last]) or panel.name for part, panel in zip(parts, panels, strict=True)]
+    return [".".join(part[first : len(part) - last]) or name for part, name in zip(parts, names, strict=True)]
 
 
 def check_measured(layer: LayerRecord, name: str) -> None:
@@ -91,14 +101,21 @@ def few_digits(value: float) -> str:
     return f"{value:.2f}".removeprefix("0") if value < 9.995 else f"{value:.0f}"
 
 
+def _look(role: str) -> tuple[str, str]:
+    """The sign and the colour of a role: of its own, of offsets, of relations ("determiner and noun"), of classes."""
+    if role in SIGNS:
+        return SIGNS[role]
+    return OFFSET if role.startswith("offset ") else RELATION if " " in role else CLASS
+
+
 def sign_of(role: str) -> str:
     """The character that stands for a role."""
-    return SIGNS[role][0] if role in SIGNS else role[:1].upper()
+    return _look(role)[0]
 
 
 def color_of(role: str) -> str:
     """The colour of a role's sign."""
-    return SIGNS[role][1] if role in SIGNS else QUIET
+    return _look(role)[1]
 
 
 def draw_sign(sheet: Sheet, x: float, y: float, role: str) -> None:

@@ -26,8 +26,8 @@ from regard.draw.figure.legends import (
     head_numbers,
     sign_of,
 )
-from regard.draw.labels import Labels
 from regard.draw.scene import Panel, sizes
+from regard.heads.analysis.labels import Labels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.draw.labels import Labels
 from regard.draw.scene import Panel, Scene
 from regard.heads import Role
+from regard.heads.analysis.labels import Labels
 from regard.heads.record.table import scalars
 
 __all__ = ["Packed", "Plan", "codes", "decoded", "packed", "plan", "step"]
@@ -182,6 +182,8 @@ def _role(role: Role) -> dict[str, Any] | None:
         "baseline": _round(role.baseline),
         "least": _round(role.least),
         "also": role.also,
+        "words": role.describe(),
+        "origin": role.origin,
     }
 
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.draw.labels import Labels
 from regard.draw.scene import Panel
 from regard.draw.terminal.screen import UNSEEN, Screen
+from regard.heads.analysis.labels import Labels
 
 __all__ = ["GAP", "LABEL", "Block", "HeadMap", "beside", "gallery", "head_maps", "map_lines", "numbered"]
 

@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.draw.labels import Labels
 from regard.draw.scene import Panel, Scene
+from regard.draw.sentences import sentences
 from regard.draw.terminal.maps import GAP, LABEL, Block, HeadMap, beside, gallery, head_maps, map_lines, numbered
 from regard.draw.terminal.screen import EDGES, Screen, checked_width, colour_depth
 from regard.errors import bad_type, bad_value
 from regard.heads import ROLES, Record
+from regard.heads.analysis.labels import Labels
 
 __all__ = ["terminal", "terminal_text"]
 
@@ -155,6 +156,7 @@ def _overview(scene: Scene, screen: Screen) -> list[list[str]]:
         _heading(scene, screen),
         _legend(screen, maps[0]),
         _wrapped("Every head, small: layers down, heads across.", screen) + grid.lines(small, screen),
+        _in_words(scene, screen),
         _role_table(scene, by_role, screen),
         *gallery(maps, screen),
     ]
@@ -336,7 +338,7 @@ def _heads_by_role(scene: Scene) -> dict[str, list[tuple[int, int]]]:
     for panel in scene:
         for head, role in enumerate(panel.roles):
             if role.role is not None:
-                scored[role.role].append((-(role.score or 0.0), panel.number, head))
+                scored.setdefault(role.role, []).append((-(role.score or 0.0), panel.number, head))
     return {name: [(layer, head) for _, layer, head in sorted(heads)] for name, heads in scored.items() if heads}
 
 
@@ -350,6 +352,12 @@ def _chosen(scene: Scene, by_role: dict[str, list[tuple[int, int]]], small: list
     )
     rest = [(layer, head) for _, _, layer, head in sharp if (layer, head) not in chosen]
     return chosen + rest[: OVERVIEW_MAPS - len(chosen)]
+
+
+def _in_words(scene: Scene, screen: Screen) -> list[str]:
+    """The clearest head of each kind of role, in sentences."""
+    told = [line for one in sentences(scene) for line in _wrapped(one.text(scene), screen)]
+    return ["What the heads do:", *told] if told else []
 
 
 def _role_table(scene: Scene, by_role: dict[str, list[tuple[int, int]]], screen: Screen) -> list[str]:

@@ -1,7 +1,9 @@
-"""Where roles are decided: the role of each head, or none, with its score, its evidence and its baseline.
+"""Where roles are decided: what each head does beside its resting place, with the evidence for it.
 
-The baseline is measured, not assumed: the same score for uniform attention on the same text, that is equal weights on
-all visible keys. Thresholds are in one table, `ROLES`, with their sources.
+A head's resting place is the first token, special tokens, or another key that takes most of all queries' mass. It is
+set aside (`evidence.py`): a role is scored by its share of the mass that is left. It needs a threshold, several times
+the share of uniform attention on the same text, and enough queries. All thresholds are in one table, `ROLES`, with
+their sources.
 """
 
 from __future__ import annotations
@@ -10,51 +12,122 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from regard.errors import bad_type, bad_value
-from regard.heads.analysis.token_classes import SEPARATORS, is_punctuation
+from regard.errors import bad_value
+from regard.heads.analysis.evidence import AFTER, BEFORE, NEAR, Evidence, TokenFacts, evidence_of
+from regard.heads.analysis.intervals import interval
+from regard.heads.analysis.token_facts import checked_tokens, facts_of, first_of_target, tokens_of
 from regard.heads.record.table import Shown, Table
-from regard.measures import Offsets, Tokens
 
 if TYPE_CHECKING:
+    from regard.heads.analysis.atlas import Atlas, Entry
     from regard.heads.record.record import LayerRecord, Record
+    from regard.heads.record.sequences import SequenceRecord
 
-__all__ = ["ROLES", "Role", "Roles", "roles"]
+__all__ = ["CLASSES", "ROLES", "Role", "Roles", "collect_evidence", "decide", "first_of_target", "roles", "tokens_of"]
+
+RESTS = 0.1  # the least share of a head's mass on a resting place that is worth a word
+RESTING_ONLY = 0.02  # a head that has less than this beside its resting place does nothing else
+LEAST_MASS = 3.0  # in queries, beside the resting place, for a mean of entropies or distances
+LEAST_REST_FOR_BROAD = 0.3  # a head with less beside its resting place is called by that place rather than broad
 
 
 class Rule(NamedTuple):
-    """When a head has a role: the least score, the least ratio to the baseline, and the least number of queries."""
+    """When a head has a role.
+
+    Attributes:
+        least, over_baseline: the least share of what is left, and the least ratio to the share of uniform attention.
+        clear, clear_over: the same from which the role is clear.
+        source: where it is described, and where the threshold comes from.
+        queries: least number of queries that the score is a mean over; with fewer it may be luck.
+        words: what such a head does, as the end of "attends to ...".
+    """
 
     name: str
     least: float
-    over_baseline: float  # least ratio of the score to that of uniform attention
+    over_baseline: float
     source: str
-    queries: int = 5  # least number of queries that the score is a mean over; with fewer it may be luck
+    queries: int = 5
+    clear: float = 0.0
+    clear_over: float = 0.0
+    words: str = ""
 
 
-# A head's role is the first rule that it meets, so specific roles come first. Scores are means over queries.
+def _rule(
+    name: str, partly: tuple[float, float], clear: tuple[float, float], words: str, source: str, queries: int = 5
+) -> Rule:
+    return Rule(name, *partly, source, queries, *clear, words)
+
+
+_POSITION, _COPY, _CLASS = ((0.2, 3.0), (0.4, 3.0)), ((0.2, 3.0), (0.4, 3.0)), ((0.25, 1.6), (0.3, 2.0))
+_WORD, _RELATED = ((0.3, 1.5), (0.4, 2.0)), ((0.25, 1.6), (0.4, 2.0))
+
+# Word classes, as Universal Dependencies tags them. They are known where a treebank says them: in an atlas.
+CLASSES = {
+    "NOUN": "nouns",
+    "PROPN": "names",
+    "VERB": "verbs",
+    "AUX": "auxiliaries",
+    "PRON": "pronouns",
+    "DET": "determiners",
+    "ADP": "prepositions",
+    "ADJ": "adjectives",
+    "ADV": "adverbs",
+    "NUM": "numbers",
+    "CCONJ": "coordinators",
+    "SCONJ": "subordinators",
+}
+
+
+def _offset(k: int) -> Rule:
+    return _rule(
+        f"offset {k:+d}", *_POSITION, f"the token {abs(k)} {'before' if k < 0 else 'after'}", "as for previous"
+    )
+
+
+# A head's role is the first rule that it meets clearly; else the first that it meets. Specific roles come first.
 ROLES = (
-    Rule("induction", 0.4, 3.0, "mass on the token after earlier copies (Olsson et al. 2022); threshold ours", 10),
-    Rule("duplicate", 0.4, 3.0, "mass on earlier copies (Wang et al. 2022); threshold ours", 10),
-    Rule("previous", 0.5, 1.5, "over half of the mass on the token before (Clark et al. 2019)"),
-    Rule("next", 0.5, 1.5, "over half of the mass on the token after (Clark et al. 2019)"),
-    Rule("itself", 0.5, 1.5, "over half of the mass on the token itself; threshold as for previous"),
-    Rule("separator", 0.6, 1.5, "over 0.6 of the mass on separators (Clark et al. 2019)"),
-    Rule("punctuation", 0.6, 1.5, "over 0.6 of the mass on punctuation (Clark et al. 2019)"),
-    Rule("first", 0.3, 1.5, "over 0.3 of the mass on the first token: a sink (Gu et al. 2024)"),
-    Rule("local", 0.6, 1.5, "over 0.6 of the mass within three tokens; threshold ours"),
-    Rule("long-range", 0.0, 1.2, "farther away on average than uniform attention; factor ours"),
-    Rule("broad", 0.0, 0.78, "entropy over 3.8 of ln 128 nats, 0.78 of uniform attention's (Clark et al. 2019)"),
+    _rule("induction", *_COPY, "what came after an earlier copy of the token", "Olsson et al. 2022", 10),
+    _rule("duplicate", *_COPY, "earlier copies of the token", "Wang et al. 2022", 10),
+    _rule("retrieval", (0.1, 3.0), (0.5, 3.0), "the answer in a long text, by a probe", "Wu et al. 2024", 10),
+    _rule("previous", *_POSITION, "the token before", "Clark et al. 2019"),
+    _rule("next", *_POSITION, "the token after", "Clark et al. 2019"),
+    _rule("itself", *_POSITION, "the token itself", "Clark et al. 2019"),
+    *(_offset(k) for k in (*range(-2, -BEFORE - 1, -1), *range(2, AFTER + 1))),
+    _rule("same word", *_WORD, "the other pieces of the same word", "ours; over what its offsets explain"),
+    _rule("related", *_RELATED, "words related in meaning, of the content words", "ours; by static embeddings", 10),
+    _rule("punctuation", *_CLASS, "punctuation", "Clark et al. 2019"),
+    *(_rule(name, *_CLASS, name, "ours; classes of Universal Dependencies") for name in CLASSES.values()),
+    _rule("local", (0.45, 1.6), (0.6, 1.8), f"the {NEAR} tokens to each side", "ours"),
+    _rule("long-range", (0.0, 1.2), (0.0, 1.4), "tokens farther away than uniform attention", "Vig & Belinkov 2019"),
+    _rule("broad", (0.0, 0.85), (0.0, 0.95), "many tokens alike", "Clark et al. 2019"),
+    Rule("separator", 0.3, 1.5, "mass on special tokens but the first: a resting place (Clark et al. 2019)"),
+    Rule("first", 0.3, 1.5, "mass on the first token: a resting place, or sink (Gu et al. 2024)"),
+    Rule("sink", 0.3, 0.0, "mass on other keys that most queries attend to: a resting place (Gu et al. 2024)"),
+    Rule("resting only", 1 - RESTING_ONLY, 0.0, "all but 2 % of the mass on the resting place"),
 )
-NEAR = 3  # tokens to each side that are local
+_RULES = {rule.name: rule for rule in ROLES}
+_CLASS_NAMES = ("punctuation", *CLASSES.values())
+UNINFORMATIVE = frozenset({"broad", "separator", "first", "sink", "resting only"})
+PLACES = ("first", "separator", "sink")  # of rest, in the order of `Evidence.resting`
+_PLACE_WORDS = {"first": "the first token", "separator": "special tokens", "sink": "another token"}
 
 
 @dataclass
 class Role:
-    """A head's role: `score`, the `least` score for it, and the `baseline`; `evidence` holds every score of the head,
-    and `also` the other roles whose rules it meets."""
+    """What a head does.
+
+    Attributes:
+        role: its name in `ROLES`, or that of a relation of syntax; None if there is evidence for none.
+        score, baseline: its share of what is left beside the resting place, and that of uniform attention.
+        least: the least score for it; `low` and `high`: the 95 % interval of the score.
+        clear: whether it meets the rule clearly, or only partly.
+        also: the other roles whose rules it meets.
+        evidence: every score of the head.
+        rest: the share of its mass that is not on its resting place; `rests_on`: where that is ("first", "separator",
+            "sink" or None); `output`: the share of its output that comes from there, by norms, if values are known.
+        origin: "text" if it was decided on the text that was seen, "atlas" if it is known of the model.
+        known: what an atlas says of the head, best first.
+    """
 
     layer: str
     head: int
@@ -64,6 +137,44 @@ class Role:
     least: float | None = None
     also: list[str] = field(default_factory=list)
     evidence: dict[str, float] = field(default_factory=dict)
+    low: float | None = None
+    high: float | None = None
+    clear: bool = False
+    rest: float = 1.0
+    rests_on: str | None = None
+    output: float | None = None
+    origin: str = "text"
+    known: list[Entry] = field(default_factory=list)
+
+    @property
+    def informative(self) -> bool:
+        """Whether it says more than where the head rests, or that it attends to everything."""
+        return self.role is not None and self.role not in UNINFORMATIVE
+
+    def describe(self) -> str:
+        """In words: where it rests, and what it does with the rest.
+
+        >>> Role("blocks.1", 8, "next", 0.81, 0.05, 0.4, rest=0.48, rests_on="first", clear=True).describe()
+        'rests on the first token 0.52; else: the token after 0.81 (uniform 0.05)'
+        """
+        shares = {name: self.evidence.get(name, 0.0) for name in PLACES}
+        if self.rests_on is not None and not self.evidence:
+            shares[self.rests_on] = 1 - self.rest
+        places = [f"{_PLACE_WORDS[name]} {share:.2f}" for name, share in shares.items() if share >= RESTS]
+        parts = [f"rests on {' and '.join(places)}"] if places else []
+        if self.role is None:
+            parts.append("no role" if not parts else "else nothing clear")
+        elif self.rest < RESTING_ONLY:
+            parts = [f"rests only, on {' and '.join(places)}"]
+        elif self.role not in PLACES:
+            rule = _RULES.get(self.role)
+            what = rule.words if rule is not None else self.role
+            partly = "" if self.clear else "partly "
+            syntax = self.origin == "atlas" and self.known[:1] and self.known[0].source == "syntax"
+            beside = f"{'best offset' if syntax else 'uniform'} {self.baseline:.2f}"
+            source = ", by the atlas" if self.origin == "atlas" else ""
+            parts.append(f"{'else: ' if parts else ''}{partly}{what} {self.score:.2f} ({beside}{source})")
+        return "; ".join(parts)
 
 
 class Roles(list[Role], Shown):  # type: ignore[misc]
@@ -76,11 +187,17 @@ class Roles(list[Role], Shown):  # type: ignore[misc]
         """The heads that have a role, the highest score first."""
         return sorted((head for head in self if head.role == role), key=lambda head: -(head.score or 0.0))
 
+    @property
+    def informative(self) -> list[Role]:
+        """The heads whose role says more than where they rest, or that they attend to everything."""
+        return [head for head in self if head.informative]
+
     def __getitem__(self, which: Any) -> Any:
         if isinstance(which, tuple):
             layer, number = which
+            name = self.layers[layer] if isinstance(layer, int) else layer
             for head in self:
-                if head.layer == layer and head.head == number:
+                if head.layer == name and head.head == number:
                     return head
             raise KeyError(f"no head {number} in layer {layer!r}")
         return super().__getitem__(which)
@@ -95,6 +212,8 @@ class Roles(list[Role], Shown):  # type: ignore[misc]
                 "score": r.score,
                 "baseline": r.baseline,
                 "least": r.least,
+                "rests on": r.rests_on or "",
+                "rest": r.rest,
                 "also": ", ".join(r.also),
             }
             for r in self
@@ -105,189 +224,196 @@ class Roles(list[Role], Shown):  # type: ignore[misc]
     def caption(self) -> str:
         """How many heads have a role."""
         without = sum(head.role is None for head in self)
-        return f"{len(self) - without} of {len(self)} heads have a role"
+        told = len(self.informative)
+        return (
+            f"{len(self) - without} of {len(self)} heads have a role, {told} one beside resting and looking everywhere"
+        )
 
     def __str__(self) -> str:
         return f"{self.table()}\n{self.caption()}"
 
 
-def roles(record: Record, tokens: Sequence[str] | Sequence[Sequence[str]] | None = None) -> Roles:
-    """Name the role of each head of self attention.
+def roles(
+    record: Record,
+    tokens: Sequence[str] | Sequence[Sequence[str]] | None = None,
+    *,
+    atlas: Atlas | bool = True,
+    shared: Shared | None = None,
+) -> Roles:
+    """Say what each head of self attention does.
 
     Args:
-        record: what `watch` saw, with the default measures (or entropy, distance, offsets, on_first and received).
-        tokens: the tokens as text, or a list of them for each item of the batch: separators and punctuation are
-            recognised by them. By default `record.tokens`, if they are those of the text. For many texts measure
-            `measures.Tokens(heads.token_kinds(tokenizer))` instead.
+        record: what `watch` saw. Of a text of many thousand tokens, watched with keep="qk".
+        tokens: the tokens as text, or a list of them for each item of the batch: special tokens, punctuation and pieces
+            of words are recognised by them. By default `record.tokens`, if they are those of the text, or what the
+            model's tokenizer says.
+        atlas: what is known of the model's heads; by default that of the package, if it has one for this model. False:
+            decide by this text alone.
+        shared: for several calls about parts of one record, what they have in common.
 
-    A score needs enough queries (`Rule.queries`). What a head may attend to for another reason does not count: for
-    induction and duplicate, copies next to the query and the first token; for separators and punctuation, the first
-    token. Induction and duplicate need a text that repeats itself, such as `heads.probes` make.
+    What a head may attend to for another reason does not count: for induction and duplicate, copies next to the query;
+    for everything, the resting place. Induction and duplicate need a text that repeats itself, such as `heads.probes`
+    make.
+
+    >>> import regard, torch
+    >>> model = regard.models.load("minilm")
+    >>> with regard.watch(model) as seen, torch.no_grad():
+    ...     _ = model(model.encode("The cat that I saw yesterday ran away"))
+    >>> print(seen.roles(atlas=False)[0, 2].describe())
+    rests on the first token 0.13; else: the token before 1.00 (uniform 0.12)
     """
     words = {layer.name: tokens for layer in record} if tokens is not None else tokens_of(record, record.tokens)
-    roles = Roles()
-    roles.layers = record.layers
+    known = _atlas(record, atlas)
+    result, shared = Roles(), Shared() if shared is None else shared
+    result.layers = record.layers
     for layer in record:
         if layer.kind != "self":
             continue
-        scores = _scores(layer, words[layer.name])
-        for head in range(layer.heads):
-            of_head = {name: Score(*(x[head].item() for x in score)) for name, score in scores.items()}
-            roles.append(_role(layer.name, head, of_head))
+        given = words[layer.name]
+        if tokens is not None and layer.text is not None and not layer.text.keeps_calls():
+            raise bad_value(
+                "tokens",
+                expected="a record whose text is kept",
+                received="one that was loaded, or that saw a longer text",
+                remedy="set `seen.tokens` before `seen.save(path)`",
+            )
+        rows = None if given is None else checked_tokens(layer, given)
+        evidence = evidence_of_layer(record, layer, rows, shared)
+        if evidence is None:
+            raise bad_value(
+                "roles",
+                expected="q and k of the text, which are kept if it has at most some thousand tokens",
+                received=f"none kept in {layer.name}",
+                remedy='watch(model, keep="qk")',
+            )
+        of_layer = decide(layer.name, evidence)
+        result += of_layer if known is None else [known.applied(role) for role in of_layer]
+    return result
+
+
+def _atlas(record: Record, atlas: Atlas | bool) -> Atlas | None:
+    from regard.heads.analysis import atlas as atlases
+
+    if isinstance(atlas, bool):
+        return atlases.of_model(record.model()) if atlas else None
+    return atlas
+
+
+def collect_evidence(record: Record) -> None:
+    """Take the evidence of the texts before the last now, and free them: for many texts in one watch."""
+    shared = Shared()
+    for layer in record:
+        for text in layer.earlier if layer.kind == "self" else ():
+            found = evidence_of(text, shared.facts_of(record, text, None), shared.uniform)
+            layer.evidence = found if layer.evidence is None else layer.evidence + found
+        layer.earlier = []
+
+
+class Shared:
+    """What the layers of one record have in common: the facts about their tokens, and uniform attention."""
+
+    def __init__(self) -> None:
+        self.facts: dict[Any, TokenFacts] = {}
+        self.uniform: dict[Any, Any] = {}
+
+    def facts_of(self, record: Record, text: SequenceRecord, tokens: Any) -> TokenFacts:
+        """`facts_of`, once for texts of the same tokens."""
+        padding = text.key_padding
+        words = None if tokens is None else tuple(map(tuple, tokens))
+        ids = None if text.ids is None else (text.ids.data_ptr(), text.ids.shape)
+        key = (words, ids, text.queries, text.total, None if padding is None else padding.cpu().numpy().tobytes())
+        if key not in self.facts:
+            self.facts[key] = facts_of(record, text, tokens)
+        return self.facts[key]
+
+
+def evidence_of_layer(
+    record: Record, layer: LayerRecord, tokens: Any = None, shared: Shared | None = None
+) -> Evidence | None:
+    """The evidence of all texts of a layer of self attention that were kept; None if there are none. `tokens`: those of
+    the last text; `shared`: for all layers of a record."""
+    total, shared = layer.evidence, Shared() if shared is None else shared
+    if layer.kind == "self":
+        for text in (*layer.earlier, layer.text):
+            if text is not None and text.keeps_calls():
+                facts = shared.facts_of(record, text, tokens if text is layer.text else None)
+                found = evidence_of(text, facts, shared.uniform)
+                total = found if total is None else total + found
+    return total
+
+
+def decide(layer: str, evidence: Evidence) -> list[Role]:
+    """The role of each head of a layer, by the evidence."""
+    sums = {name: values.double().cpu() for name, values in evidence.roles.items()}
+    resting, output = evidence.resting.double().cpu(), evidence.output.double().cpu()
+    roles = []
+    for head in range(resting.shape[1]):
+        scores = {name: score_of(name, *values[:, head].tolist()) for name, values in sums.items()}
+        queries, *places, left = resting[:, head].tolist()
+        all_output, of_places = output[:, head].tolist()
+        role = _role(layer, head, scores, left / max(queries, 1), dict(zip(PLACES, places, strict=True)), queries)
+        role.output = of_places / all_output if all_output > 0 else None
+        roles.append(role)
     return roles
 
 
-def tokens_of(record: Record, tokens: Any) -> dict[str, list[list[str]] | None]:
-    """The tokens of each layer's text, by the layer's name: a list for each item of the batch; None if `tokens` do not
-    fit the text. `tokens` are as `record.tokens`: a list, a list of lists, or a pair of such (source, target)."""
-    pair = isinstance(tokens, tuple) and len(tokens) == 2 and not any(isinstance(part, str) for part in tokens)
-    sides = list(tokens) if pair else [tokens, tokens]
-    target = first_of_target(record)
-    return {layer.name: _fitting(layer, sides[number >= target]) for number, layer in enumerate(record)}
-
-
-def first_of_target(record: Record) -> int:
-    """The index of the first layer of a decoder with cross attention: the self attention before the first cross
-    attention."""
-    kinds = [layer.kind for layer in record]
-    if "cross" not in kinds:
-        return len(kinds)
-    first = kinds.index("cross")
-    return first - 1 if first and kinds[first - 1] == "self" else first
-
-
-def _fitting(layer: LayerRecord, tokens: Any) -> list[list[str]] | None:
-    """Tokens in lists, if they are those of the one text that a layer has seen."""
-    if not isinstance(tokens, (list, tuple)) or not tokens or layer.texts != 1 or not layer.has("received"):
-        return None
-    batch, total = layer.batch_size, layer.num_keys
-    rows = [list(row) for row in tokens] if isinstance(tokens[0], (list, tuple)) else [list(tokens)]
-    if layer.num_chunks > 1:  # generated: the last token was never an input
-        rows = [row[:-1] if len(row) == total + 1 else row for row in rows]
-    fits = len(rows) == batch and all(len(row) == total or (batch > 1 and len(row) < total) for row in rows)
-    return [[str(token) for token in row] for row in rows] if fits else None
-
-
 class Score(NamedTuple):
-    """The score for a role, that of uniform attention, and how many queries these are means over: numbers for one head,
-    or (H,) each for all."""
+    """The score for a role, that of uniform attention, the interval of the score, and the number of queries."""
 
-    score: Any
-    baseline: Any
-    queries: Any
-
-
-def _role(layer: str, head: int, scores: dict[str, Score]) -> Role:
-    fitting = [
-        rule
-        for rule in ROLES
-        if rule.name in scores
-        and scores[rule.name].queries >= rule.queries
-        and scores[rule.name].score > rule.least
-        and scores[rule.name].score >= rule.over_baseline * scores[rule.name].baseline
-        and (scores[rule.name].baseline > 0 or rule.least > 0)
-    ]
-    evidence = {name: score for name, (score, _, _) in scores.items()}
-    if not fitting:
-        return Role(layer, head, None, evidence=evidence)
-    rule = fitting[0]
-    score, baseline, _ = scores[rule.name]
-    least = max(rule.least, rule.over_baseline * baseline)
-    return Role(layer, head, rule.name, score, baseline, least, [other.name for other in fitting[1:]], evidence)
+    score: float
+    baseline: float
+    low: float
+    high: float
+    queries: float
 
 
-def _scores(layer: LayerRecord, tokens: Any) -> dict[str, Score]:
-    """The scores of all heads, for each role that can be decided from what was measured."""
-    uniform = layer.uniform
-    if uniform is None:
-        raise bad_value("roles", expected="a record with its baseline", received=f"none in {layer.name}")
-    counts = layer.counts
-    scores: dict[str, Score] = {}
-
-    def add(name: str, score: Tensor, baseline: Tensor, queries: Tensor) -> None:
-        scores[name] = Score(score, baseline.expand_as(score), queries)
-
-    of_heads, of_uniform = _scalars_without_confounds(layer), _scalars_without_confounds(uniform)
-    role_of_measure = {"on_first": "first", "distance": "long-range", "entropy": "broad"}
-    for name, score in of_heads.items():
-        if name in of_uniform:
-            queries = counts.get(f"{name}_apart", counts.get(name, layer.count))
-            add(role_of_measure.get(name, name), score, of_uniform[name][:1], queries)
-    offsets = next((measure for measure in layer.measures if isinstance(measure, Offsets)), None)
-    if offsets is not None and min(offsets.before, offsets.after) >= NEAR:
-        near = slice(offsets.before - NEAR, offsets.before + NEAR + 1)
-        profile, baseline = layer.per_head("offsets"), uniform.per_head("offsets")
-        add("local", profile[:, near].sum(1), baseline[:1, near].sum(1), layer.count)
-    if tokens is not None:
-        if not layer.has("received"):
-            raise bad_value("tokens", expected='a record that has measured "received"', received=", ".join(layer.axes))
-        for name, keys in _keys_by_class(layer, tokens).items():
-            add(name, _mass_on(layer, keys), _mass_on(uniform, keys)[:1], layer.count)
-    scores = {name: score for name, score in scores.items() if any(rule.name == name for rule in ROLES)}
-    if not scores:
-        raise bad_value(
-            "roles",
-            expected="a record with the default measures, or others that roles are decided by",
-            received=", ".join(layer.axes) or "none",
-            remedy="watch(model)",
-        )
-    return scores
+def score_of(name: str, mass: float, uniform: float, left: float, queries: float) -> Score:
+    """The score of a role from its sums (`Evidence.roles`) for one head."""
+    score, baseline = (mass / left, uniform / left) if left > 0 else (0.0, 0.0)
+    if name in ("broad", "long-range"):  # no shares; of a few queries' mass they say nothing
+        return Score(score, baseline, score, score, queries if left >= LEAST_MASS else 0)
+    return Score(score, baseline, *interval(min(score, 1.0), left), queries)
 
 
-def _scalars_without_confounds(layer: LayerRecord) -> dict[str, Tensor]:
-    """The measures of a layer that are one number per head, (H,), without what a head may attend to for another reason:
-    copies next to the query, and the first token."""
-    values = layer.scalars()
-    for name in ("induction", "duplicate"):
-        if name in values and layer.has(f"{name}_apart"):
-            values[name] = layer.per_head(f"{name}_apart")
-    if layer.has("tokens_first"):
-        names = next(measure.names for measure in layer.measures if isinstance(measure, Tokens))
-        rest = layer.per_head("tokens") - layer.per_head("tokens_first")
-        values |= dict(zip(names, rest.clamp(min=0).unbind(1), strict=True))
-    return values
+def _meets(rule: Rule, score: Score, rest: float) -> bool | None:
+    """Whether a score meets a rule clearly; None if not at all."""
+    if score.queries < rule.queries or score.baseline <= 0 or score.low <= score.baseline * min(rule.over_baseline, 1):
+        return None
+    if rule.name == "broad" and rest < LEAST_REST_FOR_BROAD:
+        return None
+
+    def passes(least: float, over: float) -> bool:
+        return score.score >= least and score.score >= over * score.baseline
+
+    return passes(rule.clear, rule.clear_over) or (False if passes(rule.least, rule.over_baseline) else None)
 
 
-def _keys_by_class(layer: LayerRecord, tokens: Any) -> dict[str, Tensor]:
-    """Which keys (1|B, M) are separators, and which are punctuation, the first token excluded."""
-    if layer.texts > 1:
-        raise bad_value(
-            "tokens",
-            expected="a record of one text, which they belong to",
-            received=f"{layer.texts} texts",
-            remedy="measures.Tokens(heads.token_kinds(tokenizer)) when watching",
-        )
-    rows = [tokens] if tokens and isinstance(tokens[0], str) else list(tokens)
-    if not all(isinstance(row, (list, tuple)) and all(isinstance(t, str) for t in row) for row in rows):
-        raise bad_type("tokens", expected="a list of words, or a list of lists of them", received=f"{tokens!r:.60}")
-    batch, longest = layer.batch_size, layer.num_keys
-    least = longest if batch == 1 else 0  # in a batch, shorter texts are padded
-    if len(rows) not in (1, batch) or not all(least <= len(row) <= longest for row in rows):
-        raise bad_value(
-            "tokens", expected=f"{longest} for each of {batch} texts", received=f"{[len(row) for row in rows]}"
-        )
-    padded = [_with_padding(row, layer, item) for item, row in enumerate(rows)]
-    first = torch.zeros(len(rows), longest, dtype=torch.bool)
-    padding = layer.key_padding
-    for item in range(len(rows)):
-        first[item, 0 if padding is None else int(padding[item].int().argmin())] = True
-    return {
-        "separator": torch.tensor([[t in SEPARATORS for t in row] for row in padded]) & ~first,
-        "punctuation": torch.tensor([[is_punctuation(t) for t in row] for row in padded]) & ~first,
-    }
-
-
-def _with_padding(row: Sequence[str], layer: LayerRecord, item: int) -> list[str]:
-    """The tokens of one text with "" for padding, on the left or on the right: one for each key."""
-    padding = None if layer.key_padding is None else layer.key_padding[item]
-    if padding is not None and len(row) == int((~padding).sum()):
-        words = iter(row)
-        return ["" if is_padding else next(words) for is_padding in padding.tolist()]
-    return [*row, *[""] * (layer.num_keys - len(row))]
-
-
-def _mass_on(layer: LayerRecord, keys: Tensor) -> Tensor:
-    """The mean mass (H,) on some keys, from what each key received."""
-    received = layer.last()["received"]  # (B, H, M)
-    keys = keys.to(received.device)
-    return (received * keys[:, None]).sum((0, 2)) / layer.last_tokens().sum((0, 2)).clamp(min=1)
+def _role(
+    layer: str, head: int, scores: dict[str, Score], rest: float, places: dict[str, float], queries: float
+) -> Role:
+    shares = {name: mass / max(queries, 1) for name, mass in places.items()}
+    place = max(shares, key=shares.__getitem__)
+    role = Role(layer, head, None, rest=rest, rests_on=place if shares[place] >= RESTS else None)
+    role.evidence = {name: score.score for name, score in scores.items()} | shares
+    only = bool(queries) and rest < RESTING_ONLY
+    names = _CLASS_NAMES if only else _RULES  # (a class is measured with its sinks: a full stop is punctuation)
+    fitting = [(_RULES[name], _meets(_RULES[name], scores[name], rest)) for name in names if name in scores]
+    fitting = [(rule, clear) for rule, clear in fitting if clear is not None]
+    fitting.sort(key=lambda pair: not pair[1])  # clear ones first, in the order of the table
+    if only and not fitting:
+        role.role, role.score, role.baseline = "separator" if place == "separator" else "resting only", 1 - rest, 0.0
+        role.least, role.clear = 1 - RESTING_ONLY, True
+        return role
+    resting = [_RULES[name] for name in PLACES if shares[name] >= _RULES[name].least and queries >= 5]
+    role.also = [rule.name for rule, _ in fitting[1:]] + [rule.name for rule in resting]
+    if fitting:
+        rule, role.clear = fitting[0][0], bool(fitting[0][1])
+        found = scores[rule.name]
+        role.role, role.score, role.baseline, role.low, role.high = rule.name, *found[:4]
+        least, over = (rule.clear, rule.clear_over) if role.clear else (rule.least, rule.over_baseline)
+        role.least = max(least, over * found.baseline)
+    elif resting:
+        role.also = role.also[1:]
+        role.role, role.score, role.baseline = resting[0].name, shares[resting[0].name], 0.0
+        role.least, role.clear = resting[0].least, True
+    return role

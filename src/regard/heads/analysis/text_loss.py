@@ -14,7 +14,8 @@ from torch import Tensor
 
 from regard import models
 from regard.errors import bad_value
-from regard.heads.interventions.ablate import Heads, ablate
+from regard.heads.interventions.ablate import ablate
+from regard.heads.interventions.head_choice import Heads
 from regard.heads.interventions.importance import Importance, importance, leave_one_out
 from regard.models.base import TextModel
 

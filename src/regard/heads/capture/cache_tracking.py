@@ -105,10 +105,12 @@ class SequenceTracker:
         n, m = attention.shape[2:]
         trail.total, trail.ids, keys = total, attention.ids, attention.keys
         if keys is not None and m and attention.cache is None:
-            new = keys[..., max(m - n, m - RECENT) :, :]
+            count = min(n, RECENT, m)
+            new = keys if count == m else keys.narrow(-2, m - count, count)
             if trail.last_keys is not None and n < RECENT:
                 new = torch.cat([trail.last_keys[..., n - RECENT :, :], new], -2)
-            trail.last_keys, trail.first_key = new.clone(), keys[..., 0, :].clone()
+            trail.last_keys = new.clone()
+            trail.first_key = keys[..., 0, :].clone() if attention.kind == "cross" else None
         return trail
 
     def _goes_on(self, name: str, trail: _Trail, attention: ObservedCall) -> bool:

@@ -19,6 +19,7 @@ Letters: B batch, H query heads, N queries, M keys, E head width of v.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
@@ -40,6 +41,7 @@ from regard.heads.capture.output_projection import ProjectionTracker
 from regard.heads.capture.streams import Streams
 from regard.heads.capture.torch_functions import AttendObserver, handler_of
 from regard.heads.capture.transformers_functions import capture_function
+from regard.kernels import Call
 from regard.tracing import is_eager, traced
 
 __all__ = ["AttentionCapture"]
@@ -64,18 +66,20 @@ class AttentionCapture:
         # Re-entrancy guard: ignore torch functions called inside an attention that is being recorded.
         self.inside_attention = False
         self.closed = ClosedModules(model)
+        self.attend_observer = AttendObserver(self)
         self.handwritten = HandwrittenCalls(self, self.frames.modules)
         self.streams = Streams()
         self.projections = ProjectionTracker(self)
+        self.calls_without_mask: dict[Any, Any] = {}  # by shapes: scale, first position, softcap and mask of a `Call`
         self.reported: set[str] = set()  # names of modules whose attention was reported
         self.unseen: dict[str, str] = {}  # layers whose attention could not be read, with the reason
         self._unseen_since: dict[str, int] = {}  # the outermost call of the model in which each was first met
 
     # For subclasses
 
-    def see(self, attention: ObservedCall) -> Tensor | None:
+    def see(self, attention: ObservedCall) -> Callable[[], bool] | None:
         """Called with every attention that was computed, or is to be computed (`to_compute`): then it sets `output` and
-        returns which queries see a key, (B, H, N)."""
+        returns a function that tells whether each query sees a key."""
 
     def change(self, attention: ObservedCall, output: Tensor) -> Tensor:
         """Called after `see` if `changes`: the outputs (B, H, N, E) of the heads, or others to replace them."""
@@ -148,6 +152,11 @@ class AttentionCapture:
 
     # For handlers of attention functions
 
+    def graph(self) -> torch.set_grad_enabled:
+        """A context in which gradients are on if heads are changed and the caller has them on: what is computed of the
+        model's tensors in it is then differentiable."""
+        return torch.set_grad_enabled(self.changes and torch.is_grad_enabled())
+
     def describe(
         self, frame: Frame, shape: tuple[int, ...], stream: Tensor | None = None, **known: Any
     ) -> ObservedCall:
@@ -155,11 +164,13 @@ class AttentionCapture:
         queries, if they are followed; `known`: fields of `ObservedCall`."""
         frame.tell()
         self.reported.add(frame.name)
+        if not self.changes:
+            known = {name: x if x is None else _detached(x) for name, x in known.items()}
         attention = ObservedCall(frame.name, frame.module, self.frames.forwards, _kind(frame, shape), **known)
         ids = self.frames.ids(shape[0], shape[2], sure=self.streams.on) if stream is None else stream.to(torch.int64)
         fits = ids is not None and ids.shape[0] in (1, shape[0]) and ids.shape[1] == shape[2]
         attention.ids = ids.to(attention.device) if ids is not None and fits else None
-        attention.input = frame.input(shape[0], shape[2])
+        attention.input = frame.input(shape[0], shape[2]) if self.needs_output else None
         return attention
 
     def report(self, frame: Frame, attention: ObservedCall, output: Tensor) -> Tensor:
@@ -181,7 +192,7 @@ class AttentionCapture:
             and torch._C._len_torch_function_stack() == modes
             and not traced(*inputs)
             and is_eager()
-            and len(huggingface.observers()) == 1
+            and huggingface.number_of_observers() == 1
         )
 
     def compute(self, frame: Frame, attention: ObservedCall, *, any_row: bool = False) -> Tensor | None:
@@ -192,8 +203,8 @@ class AttentionCapture:
         attention.to_compute = True
         with torch.no_grad(), torch._C.DisableTorchFunction():
             self.projections.find(attention, frame)
-            seen = self.see(attention)
-            if attention.output is None or not (any_row or seen is None or bool(seen.all())):
+            sees_all = self.see(attention)
+            if attention.output is None or not (any_row or sees_all is None or sees_all()):
                 return None
             self.projections.expect(attention, frame)
         return attention.output
@@ -207,20 +218,25 @@ class AttentionCapture:
     # Modules that begin and end
 
     def _module_began(self, frame: Frame) -> None:
-        ids = frame.token_ids()
+        with torch._C.DisableTorchFunction():
+            ids = frame.token_ids()
         if len(ids) > 1:  # of a source and a target, for example
             self.streams.begin(ids)
         if not self.streams.on and not self.inside_attention:
-            self.closed.began(frame, self.function_mode, AttendObserver(self))
+            self.closed.began(frame, self.function_mode, self.attend_observer)
 
     def _module_ended(self, frame: Frame, output: Any) -> None:
         self.closed.ended(frame)
-        self.projections.module_ended(frame)
+        if self.projections.expected:
+            self.projections.module_ended(frame)
         if self.streams.on:  # (the module may have computed its output without torch functions)
             self.streams.hand_on((frame.args, *frame.kwargs.values()), output)
-        unseen.check_softmaxes(self, frame)
-        self.handwritten.module_ended(frame)
-        unseen.check_unreported_module(self, frame)
+        if self.handwritten.tracer.origins:
+            unseen.check_softmaxes(self, frame)
+        if self.handwritten.waiting:
+            self.handwritten.module_ended(frame)
+        if not frame.told:
+            unseen.check_unreported_module(self, frame)
         if frame.parent is None:
             self.streams.clear()
 
@@ -230,6 +246,10 @@ class AttentionCapture:
         for name in [name for name, forward in self._unseen_since.items() if forward == self.frames.forwards]:
             del self.unseen[name], self._unseen_since[name]
         self.projections.expected.clear()
+
+
+def _detached(x: Call | Tensor) -> Call | Tensor:
+    return x.detached() if isinstance(x, Call) else x.detach()
 
 
 def _kind(frame: Frame, shape: tuple[int, ...]) -> Literal["self", "cross"]:

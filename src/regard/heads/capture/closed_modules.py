@@ -7,6 +7,7 @@ mode of a capture is off while such a module runs, and an observer is registered
 
 from __future__ import annotations
 
+import functools
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -69,7 +70,11 @@ class ClosedModules:
 def _is_of_regard(module: nn.Module) -> bool:
     """Whether a module's class is regard's (but for sharded ones, which call other functions) or a layer of torch
     without children, and nobody has replaced its forward."""
-    name = type(module).__module__
-    of_regard = name.startswith("regard.") and not name.startswith("regard.parallel.")
-    known = of_regard or is_leaf_of_torch(module) or type(module) in _CONTAINERS
+    known = _is_class_of_regard(type(module)) or is_leaf_of_torch(module) or type(module) in _CONTAINERS
     return known and "forward" not in module.__dict__
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_class_of_regard(kind: type) -> bool:
+    name = kind.__module__
+    return name.startswith("regard.") and not name.startswith("regard.parallel.")

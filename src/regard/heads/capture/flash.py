@@ -115,7 +115,7 @@ def from_varlen(
         raise paged("a block_table of varlen_attn")
     if cu_seq_k is None:
         raise bad_value("varlen_attn", expected="cu_seq_k, where the keys of each text begin", received="None")
-    q, k, v = (x.detach().transpose(0, 1)[None] for x in (query, key, value))  # (1, H|G, N|M, D)
+    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # (1, H|G, N|M, D)
     keys = _Tokens.between(cu_seq_k, 1, k.shape[2])
     if seqused_k is not None:  # only the first keys of each text are used
         used = keys.number < seqused_k[keys.text]
@@ -134,7 +134,7 @@ def from_flash(
     `position_ids` that start again."""
     if any(options.get(name) is not None for name in ("block_table", "k_cache", "v_cache")):
         raise paged("a block table")
-    q, k, v = (x.detach() for x in (query, key, value))
+    q, k, v = query, key, value
     batch, n = q.shape[0], q.shape[2]
     starts = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
     if keep is not None:
@@ -171,7 +171,7 @@ def from_flash(
         v,
         scale=options.get("scaling"),
         softcap=options.get("softcap"),
-        sinks=None if sinks is None else sinks.detach().flatten().to(q.dtype),
+        sinks=None if sinks is None else sinks.flatten().to(q.dtype),
         **_visible(queries, keys, bool(causal), far, None if causal else far),
     )
 

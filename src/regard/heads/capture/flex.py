@@ -109,12 +109,13 @@ def from_flex(
 ) -> Call:
     """A `Call` from the arguments of the operator that `flex_attention` calls: q (B, H, N, D), k (1|B, G, M, D),
     v (1|B, G, M, E)."""
-    q, k, v = (x.detach() for x in (query, key, value))
-    k, v = (x.expand(q.shape[0], -1, -1, -1) for x in (k, v))
+    q, (k, v) = query, (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     start = k.shape[2] - q.shape[2]
     bias = None
     if score_mod is not getattr(sys.modules.get("torch.nn.attention.flex_attention"), "_identity", None):
-        bias = FlexBias(_with_buffers(score_mod, score_mod_other_buffers), q.clone(), k.clone(), scale, start)
+        bias = FlexBias(
+            _with_buffers(score_mod, score_mod_other_buffers), q.detach().clone(), k.detach().clone(), scale, start
+        )
     mask_mod = _with_buffers(block_mask[MASK_MOD], mask_mod_other_buffers)
     mask = FlexMask.of((*block_mask[:MASK_MOD], mask_mod))
     return prepare(q, k, v, scale=scale, mask=mask, bias=bias)

@@ -58,6 +58,7 @@ __all__ = ["FUNCTIONS", "SOFTMAXES", "HandwrittenTracer", "Weighed", "batch_of",
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
+_SETITEM = Tensor.__setitem__
 LOW = -9e3  # masks add -1e4, -1e9, -inf or the lowest number; no real score is so low
 LEADING_AXES = ([], ["xy"], ["x", "y"])  # of weights with 2, 3 and 4 axes
 
@@ -67,9 +68,11 @@ class HandwrittenTracer:
 
     Args:
         modules: of the model; their parameters, and buffers (K, E), which may be codebooks, do not depend on its input.
+        live: whether the weights and values that are noted keep their gradients.
     """
 
-    def __init__(self, modules: list[nn.Module]) -> None:
+    def __init__(self, modules: list[nn.Module], live: bool = False) -> None:
+        self.live = live
         self.notes: TensorNotes[Note] = TensorNotes()
         parameters = [x for module in modules for x in module._parameters.values() if x is not None]
         buffers = [x for module in modules for x in module._buffers.values() if x is not None and x.dim() == 2]
@@ -92,7 +95,7 @@ class HandwrittenTracer:
 
     def pass_by(self, func: Any, args: Args, out: Any) -> None:
         """Follow any other function: elementwise results of scores are scores; of weights they are not followed."""
-        if func is Tensor.__setitem__:  # the tensor now holds what was written into it
+        if func is _SETITEM:  # the tensor now holds what was written into it
             out = args[0]
             self.notes.drop(out)
         if not isinstance(out, Tensor) or out in self.notes:
@@ -100,6 +103,9 @@ class HandwrittenTracer:
         constant, any_tensor = True, False
         for x in tensors_in(args):
             note, any_tensor = self.notes.get(x), True
+            if note is None:
+                constant = constant and id(x) in self.fixed
+                continue
             constant = constant and self.is_constant(x)
             smaller = out.numel() < x.numel()
             if isinstance(note, (Softmaxed, Derived)) and (func in PRODUCTS or not smaller):
@@ -139,6 +145,12 @@ class HandwrittenTracer:
         self.notes.put(out, note)
         return note
 
+    def _noted(self, x: Tensor) -> Tensor:
+        return x if self.live else x.detach()
+
+    def _graph(self) -> torch.set_grad_enabled:
+        return torch.set_grad_enabled(self.live and torch.is_grad_enabled())
+
     def _note_of_first(self, args: Args) -> Note | None:
         return self.notes.get(args[0]) if len(args) else None
 
@@ -175,7 +187,7 @@ class HandwrittenTracer:
         if not isinstance(out, Tensor) or not isinstance(dim, int) or out.dim() < 2 or not out.numel():
             return
         axis = dim if dim < 0 else dim - out.dim()
-        scores, weights = kwargs.get("input", next(iter(args), None)), out.detach()
+        scores, weights = kwargs.get("input", next(iter(args), None)), self._noted(out)
         if not isinstance(scores, Tensor) or not scores.is_floating_point():
             return
         origin = self._origin(scores, axis)
@@ -216,7 +228,7 @@ class HandwrittenTracer:
     def _exp(self, func: Any, args: Args, kwargs: Kwargs, out: Any) -> None:
         note = self._note_of_first(args)
         if isinstance(note, Logged) and isinstance(out, Tensor):
-            self.notes.put(out, Softmaxed(out.detach(), note.axis, note.origin))
+            self.notes.put(out, Softmaxed(self._noted(out), note.axis, note.origin))
 
     # From weights to weights
 
@@ -259,7 +271,7 @@ class HandwrittenTracer:
             and not splits_leading_axes_only(args[0], out)
         ):
             return  # weights of one thing, reshaped to a row: a mixture, not attention
-        with torch.no_grad():
+        with self._graph():
             weights = func(note.weights, *args[1:], **kwargs)
         pairs = [(out, weights)] if isinstance(out, Tensor) else zip(out, weights, strict=True)
         for result, undropped in pairs:
@@ -276,8 +288,8 @@ class HandwrittenTracer:
             left, right = right, left
         note = self.notes.get(left)
         if isinstance(note, Softmaxed) and isinstance(out, Tensor) and out.shape == note.weights.shape:
-            right = right.detach() if isinstance(right, Tensor) else right
-            with torch.no_grad():
+            right = self._noted(right) if isinstance(right, Tensor) else right
+            with self._graph():
                 weights = note.weights / right if func in DIVISIONS else note.weights * right
             self.notes.put(out, Softmaxed(weights, note.axis, note.origin))
 
@@ -285,7 +297,7 @@ class HandwrittenTracer:
         """The same tensor holds something else: its note is dropped, unless the noted weights can be changed too."""
         note = self._note_of_first(args)
         if isinstance(note, Softmaxed) and func is Tensor.masked_fill_:
-            with torch.no_grad():
+            with self._graph():
                 weights = note.weights.masked_fill(*args[1:], **kwargs)
                 self.notes.put(args[0], Softmaxed(weights, note.axis, note.origin))
         elif note is not None and not (isinstance(note, (Scores, Projected)) and func is Tensor.masked_fill_):
@@ -313,7 +325,7 @@ class HandwrittenTracer:
             return None
         lead = weights.dim() - 2
         weighed = Weighed(weights, (LEADING_AXES[lead] if lead < 3 else ["?"] * lead) + last)
-        weighed.values = values.detach()
+        weighed.values = self._noted(values)
         return self._put_weighed(weighed, note, out)
 
     def _are_values(self, values: Tensor, note: Softmaxed) -> bool:
@@ -372,8 +384,11 @@ class HandwrittenTracer:
         weights = note.weights.permute(*(mine.index(c) for c in [*shared, query[0], key]))
         axes = dict(zip(shared, LEADING_AXES[len(shared)], strict=True)) | {query[0]: "n", width[0]: "e"}
         weighed = Weighed(weights, [axes[c] for c in output])
-        if all(c in other for c in shared):
-            weighed.values = values.detach().permute(*(other.index(c) for c in [*shared, key, width[0]]))
+        order = [*shared, key, width[0]]
+        noted = self._noted(values).permute(*(other.index(c) for c in order if c in other))
+        for axis, letter in enumerate(order):  # (one kv head for all has no axis of heads)
+            noted = noted if letter in other else noted.unsqueeze(axis)
+        weighed.values = noted
         weighed.look_for_heads()
         return self._put_weighed(weighed, note, out)
 

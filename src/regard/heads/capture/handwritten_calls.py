@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from regard.errors import bad_value
 from regard.heads.capture import unseen
 from regard.heads.capture.handwritten import HandwrittenTracer, Weighed
+from regard.heads.capture.handwritten_functions import DROPOUTS, IN_PLACE, LOG_SOFTMAXES, SOFTMAXES
 from regard.heads.capture.module_stack import Frame
 from regard.heads.capture.observed import ObservedCall
 from regard.kernels import Call
@@ -33,7 +34,7 @@ class HandwrittenCalls:
 
     def __init__(self, capture: AttentionCapture, modules: list[nn.Module]) -> None:
         self.capture = capture
-        self.tracer = HandwrittenTracer(modules)
+        self.tracer = HandwrittenTracer(modules, live=capture.changes)
         self.waiting: list[Weighed] = []  # products that were not reported yet
 
     def clear(self) -> None:
@@ -43,11 +44,14 @@ class HandwrittenCalls:
 
     def follow(self, frame: Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call one of the tracer's functions, and report attention if it is computed or recognised by it."""
-        is_function = isinstance(frame.module, (nn.Softmax, nn.LogSoftmax, nn.Dropout, nn.Identity))
-        self.tracer.where = frame.parent if is_function and frame.parent is not None else frame
-        self.tracer.before(func, args, kwargs)
+        tracer = self.tracer
+        if func in SOFTMAXES or func in LOG_SOFTMAXES:
+            is_function = isinstance(frame.module, (nn.Softmax, nn.LogSoftmax, nn.Dropout, nn.Identity))
+            tracer.where = frame.parent if is_function and frame.parent is not None else frame
+        elif func in IN_PLACE or func in DROPOUTS:
+            tracer.before(func, args, kwargs)
         out = func(*args, **kwargs)
-        product = self.tracer.see(func, args, kwargs, out)
+        product = tracer.see(func, args, kwargs, out)
         if product is None:
             return out
         if product.stream is None:
@@ -138,15 +142,17 @@ class HandwrittenCalls:
         reported = None if product.origin is None else product.origin.told  # [identity of weights, ObservedCall]
         if reported is not None and reported[1] is not None and reported[0] == _identity(product.weights):
             return reported[1]
+        with self.capture.graph(), torch._C.DisableTorchFunction():
+            weights, values = product.ordered(), product.ordered_values() if self.capture.changes else None
         with torch.no_grad(), torch._C.DisableTorchFunction():
-            weights = product.ordered()
             if product.about is not None:
                 call = product.about(weights[..., 0, 0])
                 attention = self.capture.describe(frame, call.shape, product.stream, call=call, output=product.output)
             else:
                 shape, output = tuple(weights.shape), product.output
                 attention = self.capture.describe(frame, shape, product.stream, weights=weights, output=output)
-                attention.values = product.values
+                attention.values = product.values if values is None else values
+                attention.unsure = "values whose axes are not known" if values is None else ""
             self.capture.projections.find(attention, frame)
             self.capture.projections.expect(attention, frame)
             self.capture.see(attention)

@@ -15,7 +15,7 @@ def _named(names: str) -> set[Any]:
     return {function for function in functions if callable(function)}
 
 
-SOFTMAXES = _named("softmax")
+SOFTMAXES, LOG_SOFTMAXES = _named("softmax"), _named("log_softmax")
 DROPOUTS = _named("dropout dropout1d dropout2d feature_dropout")
 CASTS = _named("detach cpu cuda to type type_as float half bfloat16 double") | DROPOUTS
 PERMUTATIONS = _named("transpose permute swapaxes swapdims movedim moveaxis") | {Tensor.mT.__get__}  # type: ignore
@@ -32,7 +32,7 @@ IN_PLACE = OVERWRITES | _named("mul_ div_")
 # The method of `HandwrittenTracer` that handles each function.
 FUNCTIONS: dict[Any, str] = {
     **dict.fromkeys(SOFTMAXES, "_softmax"),
-    **dict.fromkeys(_named("log_softmax"), "_log_softmax"),
+    **dict.fromkeys(LOG_SOFTMAXES, "_log_softmax"),
     **dict.fromkeys(_named("exp"), "_exp"),
     **dict.fromkeys(CASTS, "_cast"),
     **dict.fromkeys(PERMUTATIONS | RESHAPES, "_shape"),

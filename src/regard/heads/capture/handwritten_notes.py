@@ -95,9 +95,9 @@ class Weighed:
     output: Tensor | None = None  # (B, H, N, E), if it is known before it is reported
     stream: Tensor | None = None  # (B, N): the token ids of the queries, if they are followed
 
-    def ordered(self) -> Tensor:
-        """The weights as (B, H, N, M), to the best of what is known."""
-        w = self.weights
+    def ordered(self, other: Tensor | None = None) -> Tensor:
+        """The weights as (B, H, N, M), to the best of what is known; or another tensor with the same leading axes."""
+        w = self.weights if other is None else other
         if w.dim() == 4:
             return w.transpose(0, 1) if (self.heads or self.guess()) == "x" else w
         if w.dim() == 2:
@@ -106,6 +106,14 @@ class Weighed:
         if w.dim() == 3:
             return w.unflatten(0, (folded(w.shape[0], batch, self.sizes), -1))
         return w.flatten(1, -3) if batch == w.shape[0] else w.flatten(0, -4)  # heads in groups, or batches in windows
+
+    def ordered_values(self) -> Tensor | None:
+        """The values as (B, G, M, E), H a multiple of G; None if they are not known or have other leading axes."""
+        v, w = self.values, self.weights
+        if v is not None and v.dim() == 3 and w.dim() == 4 and v.shape[0] == w.shape[:2].numel():
+            v = v.unflatten(0, w.shape[:2])  # the heads became an axis of their own after the product
+        known = v is not None and v.dim() == w.dim() and (w.dim() != 3 or v.shape[0] == w.shape[0])
+        return self.ordered(v) if known else None
 
     def batch(self, sizes: Sequence[tuple[int, int]]) -> int | None:
         """B, from the sizes of inputs; None if they do not tell."""

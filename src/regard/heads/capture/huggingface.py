@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Implementation", "Observer", "observers", "start", "stop", "uses_flex_attention"]
+__all__ = ["Implementation", "Observer", "number_of_observers", "observers", "start", "stop", "uses_flex_attention"]
 
 Function = Callable[..., tuple[Tensor, Any]]
 
@@ -87,6 +87,11 @@ def observers() -> list[Observer]:
         return list(_OBSERVERS)
 
 
+def number_of_observers() -> int:
+    """How many there are."""
+    return len(_OBSERVERS)
+
+
 def _interface() -> Any:
     """`AttentionInterface` of transformers, if it was imported. (Versions before 5 have none that can be replaced:
     their attention is seen as torch functions.)"""
@@ -96,7 +101,8 @@ def _interface() -> Any:
 
 def uses_flex_attention(modules: list[nn.Module]) -> bool:
     """Whether a model of transformers among these, or a part of one, uses `flex_attention`, which is compiled."""
-    configs = (getattr(module, "config", None) for module in modules)
+    # (not by getattr, which is slow where a module has no such attribute)
+    configs = [module.__dict__["config"] for module in modules if "config" in module.__dict__]
     return any(getattr(config, "_attn_implementation", None) == "flex_attention" for config in configs)
 
 

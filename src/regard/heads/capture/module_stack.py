@@ -14,11 +14,13 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from regard.heads.module_names import CROSS_ATTENTION_INPUTS, NOT_TOKEN_IDS
 
@@ -39,6 +41,7 @@ class Frame:
     unseen: bool = False  # it computed attention that could not be read
     changed: bool = False  # heads of handwritten attention were changed in it
     silent: list[str] = field(default_factory=list)  # modules with an attention-like name in it, of which none was seen
+    _ids: list[Tensor] | None = None  # what `token_ids` gives, once it was asked
 
     def tell(self) -> None:
         """Mark this call, and those around it, as reported."""
@@ -91,11 +94,10 @@ class Frame:
 
     def looks_elsewhere(self) -> bool | None:
         """Whether this is cross attention, by the arguments of the call; None if they do not tell."""
-        names = _parameters(type(self.module).forward)
-        first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
-        known = [name for name in CROSS_ATTENTION_INPUTS if name in names]
+        known = _other_inputs(type(self.module).forward)
         if not known:
             return None
+        first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
         others = [other for name in known if isinstance(other := self.given(name), Tensor)]
         return any(not same_input(first, other) for other in others)
 
@@ -106,9 +108,14 @@ class Frame:
 
     def token_ids(self) -> list[Tensor]:
         """Integer inputs (B, n) that may be token ids."""
-        if not any(_is_ids(x) for x in self.args) and not any(_is_ids(x) for x in self.kwargs.values()):
-            return []  # as for most modules
-        return [x for name, x in self.named().items() if _is_ids(x) and not any(word in name for word in NOT_TOKEN_IDS)]
+        if self._ids is None:
+            self._ids = []
+            for x in (*self.args, *self.kwargs.values()):
+                if _is_ids(x):  # as of few modules
+                    named = [(name, x) for name, x in self.named().items() if _is_ids(x)]
+                    self._ids = [x for name, x in named if not any(word in name for word in NOT_TOKEN_IDS)]
+                    break
+        return self._ids
 
 
 def same_input(a: object, b: object) -> bool:
@@ -132,7 +139,28 @@ def in_backward() -> bool:
 def is_leaf_of_torch(module: nn.Module) -> bool:
     """Whether a module is a layer of torch without children (`nn.Linear`, `nn.LayerNorm`, ...), which computes no
     attention. Hooks would cost more than many of these layers, and keep `regard.onednn` from fusing them."""
-    return type(module).__module__.startswith("torch.nn.modules.") and not module._modules
+    return not module._modules and _is_class_of_torch(type(module))
+
+
+@lru_cache(maxsize=4096)
+def _is_class_of_torch(kind: type) -> bool:
+    return kind.__module__.startswith("torch.nn.modules.")
+
+
+def _named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """`root.named_modules()`: each module once, by the first of its names."""
+    seen: set[int] = set()
+    named: list[tuple[str, nn.Module]] = []
+    waiting: list[tuple[str, nn.Module]] = [("", root)]
+    while waiting:
+        name, module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        named.append((name, module))
+        prefix = f"{name}." if name else ""
+        waiting += [(prefix + child, x) for child, x in reversed([*module._modules.items()]) if x is not None]
+    return named
 
 
 def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
@@ -143,6 +171,17 @@ def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
 
 
 _SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {}
+
+
+def _other_inputs(forward: Callable[..., Any]) -> tuple[str, ...]:
+    """The parameters of a forward that keys and values of cross attention are made of."""
+    if forward not in _OTHER_INPUTS:
+        names = _parameters(forward)
+        _OTHER_INPUTS[forward] = tuple(name for name in CROSS_ATTENTION_INPUTS if name in names)
+    return _OTHER_INPUTS[forward]
+
+
+_OTHER_INPUTS: dict[Callable[..., Any], tuple[str, ...]] = {}
 
 
 @dataclass
@@ -160,35 +199,47 @@ class ModuleStack:
     on_elsewhere: Callable[[list[str]], None] | None = None
 
     def __post_init__(self) -> None:
-        named = list(self.root.named_modules())
+        named = _named_modules(self.root)
         self.modules = [module for _, module in named]
         self.leaves = False  # whether layers of torch without children are followed, too
         # By the id of their dict of hooks, which replicas made by `nn.DataParallel` share with the original module.
         self.names = {id(m._forward_hooks): name or type(m).__name__ for name, m in named}
         self.thread = 0
-        self.handles: list[Any] = []
+        self.hooked: list[nn.Module] = []
+        self.number = -1  # of our hooks, the same on all modules
         self.entered: set[str] = set()  # names of the modules that were called
         self.others = threading.local()  # `names`: the modules in progress in that thread
 
     def install(self) -> None:
         """Register hooks on every module below the root; calls of the current thread will be followed."""
-        self.thread = threading.get_ident()
+        self.thread = get_ident()
+        enter, leave = self._enter, self._leave
+        self.number = RemovableHandle(OrderedDict()).id  # (no other hook will have it)
         for module in self.modules:
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # compiled: nothing can be seen inside
             if not self.leaves and module is not self.root and is_leaf_of_torch(module):
                 continue
-            self.handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self.handles.append(module.register_forward_hook(self._leave, always_call=True))
-            _keep_hooks_out_of_copies(module)
+            # As `register_forward_pre_hook(enter, with_kwargs=True)` and `register_forward_hook(leave,
+            # always_call=True)` do, for all modules at once.
+            module._forward_pre_hooks[self.number] = enter
+            module._forward_pre_hooks_with_kwargs[self.number] = True
+            module._forward_hooks[self.number] = leave
+            module._forward_hooks_always_called[self.number] = True
+            self.hooked.append(module)
+            if _is_copied_by_state(type(module)):
+                module.__dict__["__getstate__"] = partial(_state_without_hooks, module)
 
     def remove(self) -> None:
         """Remove the hooks."""
-        for handle in self.handles:
-            handle.remove()
-        for module in self.modules if self.handles else ():
-            _restore_copying(module)
-        self.handles.clear()
+        names = (*_HOOKS, *_ABOUT_HOOKS)
+        for module in self.hooked:
+            attributes = module.__dict__
+            for name in names:
+                attributes[name].pop(self.number, None)
+            if "__getstate__" in attributes:
+                _restore_copying(module)
+        self.hooked.clear()
         self.stack.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleStack:
@@ -202,19 +253,20 @@ class ModuleStack:
         name = self.names.get(id(module._forward_hooks))
         if name is None:  # a copy
             return
-        if threading.get_ident() != self.thread:
+        if get_ident() != self.thread:
             self.elsewhere = True
             self._elsewhere(name, entered=True)
             return
         if in_backward():
             return
+        stack = self.stack
         if module is self.root:
-            self.stack.clear()  # an interrupt may have left frames behind
-        if not self.stack:
+            stack.clear()  # an interrupt may have left frames behind
+        if not stack:
             self.forwards += 1
-        frame = Frame(module, name, args, kwargs, self.stack[-1] if self.stack else None)
+        frame = Frame(module, name, args, kwargs, stack[-1] if stack else None)
         self.entered.add(name)
-        self.stack.append(frame)
+        stack.append(frame)
         if self.on_enter is not None:
             self.on_enter(frame)
 
@@ -222,7 +274,7 @@ class ModuleStack:
         name = self.names.get(id(module._forward_hooks))
         if name is None:
             return
-        if threading.get_ident() != self.thread:
+        if get_ident() != self.thread:
             self._elsewhere(name, entered=False)
             return
         if in_backward():
@@ -258,7 +310,7 @@ class ModuleStack:
     def current(self, module: nn.Module | None = None) -> Frame | None:
         """The innermost call in progress, or that of a module; None outside the root, in another thread, and while a
         checkpointed layer is recomputed in the backward pass."""
-        if not self.stack or threading.get_ident() != self.thread or in_backward():
+        if not self.stack or get_ident() != self.thread or in_backward():
             return None
         if module is None:
             return self.stack[-1]
@@ -292,7 +344,7 @@ class ModuleStack:
             given = frame.token_ids()
             for ids in given if len(given) < 2 or not sure else ():
                 if ids.shape[0] in (1, batch) and ids.shape[1] == length:
-                    return ids.detach().to(torch.int64)
+                    return ids if ids.dtype is torch.int64 else ids.to(torch.int64)
         return None
 
 
@@ -302,11 +354,9 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _ABOUT_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
-def _keep_hooks_out_of_copies(module: nn.Module) -> None:
-    kind = type(module)
+def _is_copied_by_state(kind: type) -> bool:
     by_state = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
-    if by_state and not hasattr(kind, "__deepcopy__"):
-        module.__dict__["__getstate__"] = partial(_state_without_hooks, module)
+    return by_state and not hasattr(kind, "__deepcopy__")
 
 
 def _restore_copying(module: nn.Module) -> None:

@@ -8,6 +8,7 @@ Letters: B batch, H heads, N queries, M keys, E head width, W model width.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,11 +50,11 @@ def multi_head_attention_forward(
     recompute = capture.changes or (capture.needs_output and any(x.changes for x in huggingface.observers()))
     with torch._C.DisableTorchFunction() if recompute else nullcontext():
         out, weights = _call_as_uncaptured(frame, args, kwargs)
-    with torch.no_grad():
+    with capture.graph():
         operands = functional_operands(*args, **kwargs)
         if not recompute and _has_wrong_causal_hint(frame.module, operands, kwargs) and not _gives(operands, out, args):
             operands = functional_operands(*args, **kwargs | {"is_causal": False})
-        q, k, v = (x.detach() for x in operands[:3])
+        q, k, v = operands[:3]
         call = prepare(q, k, v, **split_additive_biases(**operands.options))
     attention = _described(capture, frame, call, args, kwargs)
     heads = _heads(args, kwargs) if recompute else None
@@ -68,8 +69,11 @@ def multi_head_attention_forward(
 
 def _described(capture: AttentionCapture, frame: Frame, call: Call, args: Args, kwargs: Kwargs) -> ObservedCall:
     query, key = args[0], args[1]
+    is_self = same_input(query, key)
+    if is_self and call.contiguous:
+        call = replace(call, q_start=0)  # keys that are added (add_bias_kv, add_zero_attn) stand at the end
     attention = capture.describe(frame, call.shape, capture.streams.of(query), call=call)
-    attention.kind = "self" if same_input(query, key) else "cross"
+    attention.kind = "self" if is_self else "cross"
     weight, bias = _output_projection(args, kwargs)
     attention.out_weight = weight.detach()
     attention.projection = Projection.of_heads(weight.detach(), None if bias is None else bias.detach())

@@ -22,7 +22,8 @@ __all__ = ["ObservedCall", "with_uniform_weights"]
 @dataclass
 class ObservedCall:
     """Either a `call` (q, k, v and everything that decides the weights), or, for attention written by hand, the
-    `weights` (B, H, N, M) themselves, before dropout. What is not known is None."""
+    `weights` (B, H, N, M) themselves, before dropout. What is not known is None. Its tensors have no gradients, unless
+    the capture changes heads: then outputs can be computed again of them."""
 
     layer: str
     module: nn.Module
@@ -40,6 +41,7 @@ class ObservedCall:
     values: Tensor | None = None  # (..., M, E) of attention written by hand, leading axes in the model's own order
     cache: Any = None  # the cache that holds its keys
     numbers: Tensor | None = None  # (M,) the index in the sequence of each key
+    unsure: str = ""  # why `call` or `weights` may not give the output, such as dropout; "" if they do
     # If other processes compute other heads: `call` has this process's, `gather_heads` gathers results per head
     gather_heads: GatherHeads | None = None
     global_call: Callable[[], Call] | None = None  # all tokens of all heads

@@ -76,10 +76,10 @@ class ProjectionTracker:
         self.found: dict[tuple[nn.Module, nn.Module | None, int], nn.Module | None] = {}
 
     def find(self, attention: ObservedCall, frame: Frame, *, check: bool = True) -> None:
-        """Set the projection of an attention, if the running module, or the one that called it, has one by a known
-        name. Without `check` its input is known to be the heads' outputs."""
+        """Set the projection of an attention, if it is of interest, and the running module, or the one that called it,
+        has one by a known name. Without `check` its input is known to be the heads' outputs."""
         values = attention.output if attention.call is None else attention.call.v
-        if self.capture.changes or values is None:
+        if not self.capture.needs_projection or self.capture.changes or values is None:
             return
         parent = None if frame.parent is None else frame.parent.module
         key = (frame.module, parent, attention.shape[1] * values.shape[3])
@@ -108,8 +108,6 @@ class ProjectionTracker:
 
     def module_ended(self, frame: Frame) -> None:
         """Check the projection that ended, if it is one; forget those that had to run within the call that ended."""
-        if not self.expected:
-            return
         with torch.no_grad(), torch._C.DisableTorchFunction():
             ended = self.expected.pop(id(frame.module), [])
             for projection, _ in ended:

@@ -42,7 +42,7 @@ def split_additive_biases(mask: Mask | None, bias: list[Tensor] | None, **option
     additive before it passes them on."""
     biases = []
     for additive in bias or ():
-        split = split_additive_mask(additive.detach())
+        split = split_additive_mask(additive)
         if split["mask"] is not None:
             mask = split["mask"] if mask is None else mask & split["mask"]
         if split["bias"] is not None:
@@ -63,11 +63,11 @@ def from_sdpa(
     """The call for tensors with four axes. In a boolean mask True = may attend; causal is aligned to the top left."""
     options: dict[str, Any] = {"mask": None, "bias": None}
     if attn_mask is not None:
-        options = split_additive_mask(attn_mask.detach())
+        options = split_additive_mask(attn_mask)
     if is_causal:
         causal = Causal()
         options |= {"mask": causal if options["mask"] is None else causal & options["mask"], "positions": 0}
-    q, k, v = (x.detach() for x in (query, key, value))
+    q, k, v = query, key, value
     if not enable_gqa and k.shape[1] != q.shape[1]:
         k, v = (x.expand(-1, q.shape[1], -1, -1) for x in (k, v))
     batch = max(x.shape[0] for x in (q, k, v))

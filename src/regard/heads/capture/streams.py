@@ -38,6 +38,8 @@ class Streams:
 
     def of(self, *values: Any) -> Tensor | None:
         """The ids (B, N) of the first tensor that was computed from any."""
+        if not self.on:
+            return None
         for x in tensors_in(values):
             ids = self._ids_of.get(x)
             if ids is not None:
@@ -60,6 +62,8 @@ class Streams:
 
     def hand_on(self, inputs: Iterable[Any], out: Any) -> None:
         """What was computed from some inputs belongs to the ids of the first of them, unless its ids are known."""
+        if not self.on:
+            return
         results = [x for x in tensors_in((out,)) if x.is_floating_point() and self.of(x) is None]
         ids = self.of(*inputs) if results else None
         for x in results if ids is not None else ():

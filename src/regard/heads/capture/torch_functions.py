@@ -90,6 +90,8 @@ def _scaled_dot_product_attention(
         return out
     call = from_sdpa(axes(query), axes(key), axes(value), None if mask is None else axes.mask(mask), **options)
     attention = capture.describe(frame, call.shape, capture.streams.of(query), call=call)
+    if dropout := options.get("dropout_p"):
+        attention.unsure = f"dropout {dropout}"
     heads = capture.report(frame, attention, axes(out))
     return axes.restore(heads, out) if capture.changes else out
 
@@ -116,7 +118,7 @@ def _call_if_valid(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
 
 
 def _flex_attention(capture: AttentionCapture, frame: Frame, func: Any, args: Args, kwargs: Kwargs) -> Any:
-    with torch.no_grad(), torch._C.DisableTorchFunction():
+    with capture.graph(), torch._C.DisableTorchFunction():
         call = from_flex(*args, **kwargs)
     score_mod, _, _, options, *_ = args[3:]
     if torch.is_grad_enabled() and (learned := learned_by(score_mod)):
@@ -173,8 +175,9 @@ class AttendObserver:
             return compute()
         one_pass = kernel == "auto" and call.dropout is None and self.capture.may_compute(*call.learned())
         out = None if one_pass else compute()
-        call = call.detached()
         attention = self.capture.describe(frame, call.shape, self.stream, call=call)
+        if call.dropout is not None:
+            attention.unsure = "dropout in training"
         cache = frame.given("cache")
         if isinstance(cache, RollingCache):  # it holds the first tokens of the sequence, then the last ones
             length, first = call.shape[3], cache.keep_first

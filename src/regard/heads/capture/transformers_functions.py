@@ -23,6 +23,8 @@ from regard.heads.capture import huggingface, large_calls
 from regard.heads.capture.flash import from_flash, paged
 from regard.heads.capture.flex import FlexMask
 from regard.heads.capture.huggingface import Implementation
+from regard.heads.capture.module_stack import Frame
+from regard.heads.capture.observed import ObservedCall
 from regard.heads.capture.sdpa import split_additive_mask
 from regard.kernels import Call, reference
 from regard.kernels.precision import fixed_precision
@@ -85,13 +87,16 @@ def capture_function(
     kwargs: dict[str, Any],
 ) -> Any:
     """Compute the attention of a module of transformers, and report it."""
-    arguments = _Arguments.of(module, args, kwargs)
-    arguments.check(how)
-    with torch.no_grad(), torch._C.DisableTorchFunction():
-        candidates = _candidate_calls(how, arguments)
-        call = next(candidates)
-    if _may_compute(capture, how, arguments):
-        return _compute(capture, call, arguments, compute)
+    with torch._C.DisableTorchFunction():
+        arguments = _Arguments.of(module, args, kwargs)
+        arguments.check(how)
+        one_pass = _may_compute(capture, how, arguments)
+        with capture.graph():
+            candidates = _candidate_calls(how, arguments)
+            call = _call_without_mask(capture, arguments) if one_pass and arguments.mask is None else next(candidates)
+        attention = _compute(capture, call, arguments) if one_pass else None
+    if attention is not None:
+        return _result(capture, attention, arguments, compute)
     certain = how.trusted or bool(arguments.options.get("dropout"))
     if how.masks == "eager" and _can_skip_weights(capture, call, arguments.options):
         compute, certain = large_calls.eager_function(call), True
@@ -106,23 +111,29 @@ def capture_function(
     computed: Call | Tensor | None = call
     # An outer capture may have changed the output: then it cannot be compared.
     if not certain and not any(x.changes for x in huggingface.observers() if x is not capture):
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with capture.graph(), torch._C.DisableTorchFunction():
             computed = _matching(call, candidates, output.detach(), rest[0] if rest else None)
     if computed is None and not capture.changes:
         capture.not_seen(
-            frame.name,
-            f"the function {how.name!r} computed other than what its arguments say; "
-            'model.set_attn_implementation("sdpa") or "eager" can be seen',
+            frame.name, f'{_other_function(how)}; model.set_attn_implementation("sdpa") or "eager" can be seen'
         )
         return result
     if isinstance(computed, Tensor):
-        attention = capture.describe(frame, tuple(computed.shape), capture.streams.of(query), weights=computed)
-        attention.values = arguments.value.detach()
+        known: dict[str, Any] = {"weights": computed, "values": arguments.value}
+        attention = capture.describe(frame, tuple(computed.shape), capture.streams.of(query), **known)
     else:
         call = computed or call
         attention = capture.describe(frame, call.shape, capture.streams.of(query), call=call)
+        if computed is None:
+            attention.unsure = _other_function(how)
+    if dropout := arguments.options.get("dropout"):
+        attention.unsure = f"dropout {dropout} in training"
     heads = capture.report(frame, attention, output).transpose(1, 2).reshape(out.shape)
     return (heads, *rest) if capture.changes else result
+
+
+def _other_function(how: Implementation) -> str:
+    return f"the function {how.name!r} computed other than what its arguments say"
 
 
 def _heads(out: Tensor, query: Tensor) -> Tensor:
@@ -130,21 +141,34 @@ def _heads(out: Tensor, query: Tensor) -> Tensor:
     return (out if out.dim() == 4 else out.unflatten(-1, (query.shape[1], -1))).transpose(1, 2)
 
 
-def _compute(capture: AttentionCapture, call: Call, arguments: _Arguments, own_function: Any) -> tuple[Tensor, Any]:
-    """The result of an attention function, computed in one pass with what is measured; by the function itself where a
-    query sees nothing."""
-    query = arguments.query
+class _Computed(NamedTuple):
+    """An attention that was measured, and the result (B, N, H, E) if it was computed in the same pass."""
+
+    frame: Frame
+    attention: ObservedCall
+    result: Tensor | None
+
+
+def _compute(capture: AttentionCapture, call: Call, arguments: _Arguments) -> _Computed:
+    """Compute an attention in one pass with what is measured, unless a query sees nothing."""
     frame = capture.frames.current(arguments.module)
     assert frame is not None
-    attention = capture.describe(frame, call.shape, capture.streams.of(query), call=call)
+    attention = capture.describe(frame, call.shape, capture.streams.of(arguments.query), call=call)
     heads = capture.compute(frame, attention)
-    if heads is not None:
-        result = heads.transpose(1, 2).contiguous(), None
+    return _Computed(frame, attention, None if heads is None else heads.transpose(1, 2).contiguous())
+
+
+def _result(
+    capture: AttentionCapture, computed: _Computed, arguments: _Arguments, own_function: Any
+) -> tuple[Tensor, Any]:
+    """The result of an attention function that was measured; of the function itself where it was not computed."""
+    if computed.result is not None:
+        result = computed.result, None
     else:
         with _inside_attention(capture):
             result = arguments.run(own_function)
-        capture.computed_by_model(frame, attention, _heads(result[0], query))
-    capture.streams.hand_on((query,), result)
+        capture.computed_by_model(computed.frame, computed.attention, _heads(result[0], arguments.query))
+    capture.streams.hand_on((arguments.query,), result)
     return result
 
 
@@ -208,6 +232,28 @@ def _candidate_calls(how: Implementation, arguments: _Arguments) -> Iterator[Cal
                 raise
 
 
+def _call_without_mask(capture: AttentionCapture, arguments: _Arguments) -> Call:
+    """The call of transformers' own sdpa without a mask, whose arguments are checked once for all layers of a shape."""
+    module, q, k, v, _, _, options = arguments
+    causal = options.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True) if causal is None else causal) and q.shape[2] > 1
+    without_sinks = {name: x for name, x in options.items() if name != "s_aux"}  # (sdpa ignores them)
+    scale = options.get("scaling")
+    known_kind = scale is None or type(scale) is float
+    if not known_kind or options.get("position_bias") is not None or (causal and q.shape[2] != k.shape[2]):
+        return _from_dense(module, q, k, v, None, masks="sdpa", **without_sinks)
+    kinds = q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, torch.is_autocast_enabled(q.device.type)
+    key = q.shape, k.shape, v.shape, kinds, scale, causal
+    known = capture.calls_without_mask.get(key)
+    if known is None:
+        call = _from_dense(module, q, k, v, None, masks="sdpa", **without_sinks)
+        if call.q.dtype is q.dtype:
+            capture.calls_without_mask[key] = call.scale, call.q_start, None, call.mask
+        return call
+    q, k, v = (x.detach() if x.requires_grad else x for x in (q, k, v))
+    return Call(q, k, v, *known)
+
+
 def _from_dense(
     module: nn.Module,
     query: Tensor,
@@ -222,12 +268,12 @@ def _from_dense(
 
     "eager" functions add the mask, also a boolean one (True adds 1 and masks nothing); without a mask all is visible.
     For "sdpa" ones True = may attend, and no mask means causal from the top left, if the module says so."""
-    q, k, v = (x.detach() for x in (query, key, value))
+    q, k, v = query, key, value
     visible: dict[str, Any] = {"mask": None, "bias": None}
     if isinstance(attention_mask, Mask):
         visible["mask"] = attention_mask
     elif attention_mask is not None:
-        mask = attention_mask[..., : k.shape[2]].detach()
+        mask = attention_mask[..., : k.shape[2]]
         keep_dtype = mask.is_floating_point() or (masks == "sdpa" and mask.dtype is torch.bool)
         visible = split_additive_mask(mask if keep_dtype else mask.to(q.dtype))
     elif masks == "sdpa" and q.shape[2] > 1:
@@ -237,7 +283,7 @@ def _from_dense(
             visible = {"mask": Causal(), "bias": None, "positions": 0}
     bias = options.get("position_bias")
     if bias is not None:
-        bias = bias.detach()[..., : k.shape[2]]
+        bias = bias[..., : k.shape[2]]
         visible["bias"] = bias if visible["bias"] is None else [bias, visible["bias"]]
     sinks = options.get("s_aux")
     return prepare(
@@ -246,7 +292,7 @@ def _from_dense(
         v,
         scale=options.get("scaling"),
         softcap=options.get("softcap"),
-        sinks=None if sinks is None else sinks.detach().flatten().to(q.dtype),
+        sinks=None if sinks is None else sinks.flatten().to(q.dtype),
         **visible,
     )
 
@@ -264,7 +310,7 @@ def _matching(call: Call, others: Iterator[Call], output: Tensor, weights: Any) 
         if weights.shape[3] == v.shape[2] and torch.allclose(
             weights.to(v.dtype) @ v, output.to(v.dtype), rtol=0.0, atol=tolerance * float(v.abs().amax())
         ):
-            return weights.detach()
+            return weights
     return None
 
 
@@ -273,7 +319,7 @@ def _error(call: Call, output: Tensor) -> float:
     first, middle and last four rows are compared; rows that may see nothing are ignored."""
     n, m = call.shape[2:]
     worst = torch.zeros((), dtype=call.dtype, device=output.device)
-    with fixed_precision(call.q):
+    with torch.no_grad(), fixed_precision(call.q):
         for first in sorted({0, max(0, n // 2 - 2), max(0, n - 4)}):
             rows = slice(first, min(first + 4, n))
             few_rows = call.part(call.q[:, :, rows], call.k, call.v, slice(None), rows, slice(0, m))
@@ -281,5 +327,5 @@ def _error(call: Call, output: Tensor) -> float:
             difference = (output[:, :, rows].to(call.dtype) - expected.to(call.dtype)).abs().amax(-1)
             difference = difference.masked_fill(lse.isneginf() | expected.isnan().any(-1), 0.0)
             worst = torch.maximum(worst, difference.amax()) if difference.numel() else worst
-    largest = call.v.abs().nan_to_num(0.0).amax() if call.v.numel() else worst
+    largest = call.v.detach().abs().nan_to_num(0.0).amax() if call.v.numel() else worst
     return float(worst.nan_to_num(torch.inf) / largest.clamp(min=1e-30))

@@ -70,9 +70,9 @@ def check_softmaxes(capture: AttentionCapture, frame: Frame) -> None:
 
 
 def check_unreported_module(capture: AttentionCapture, frame: Frame) -> None:
-    """A module ended: if its class is named for attention, and no attention was reported in it, name it. Of nested ones
+    """A module ended in which no attention was reported: if its class is named for attention, name it. Of nested ones
     the innermost is named, when the outermost ends."""
-    if frame.told or not _is_attention_class(frame.module):
+    if not _is_attention_class(frame.module):
         return
     outer = frame.parent
     while outer is not None and not _is_attention_class(outer.module):

@@ -20,11 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value
-from regard.heads.interventions.residual_stream import TokenTrace, block_sums, logit_direction
-from regard.heads.record.record import LayerRecord
+from regard.heads.interventions.direct_logits import direct_logits
 from regard.heads.record.table import PerHead, Table
-from regard.heads.watch import watch
-from regard.heads.watch_all import evaluating
 from regard.models.base import tokenizing
 
 __all__ = ["Attribution", "attribution"]
@@ -67,63 +64,16 @@ def attribution(
         tokenizer: for texts, if the model has none.
         position: the token of the text after which the next one is predicted; the last by default.
     """
-    unembedding = _unembedding(model)
     ids = _ids(model, text, tokenizer)
     if isinstance(position, bool) or not isinstance(position, int) or not -len(ids) <= position < len(ids):
         raise bad_value("position", expected=f"one of {len(ids)} tokens", received=repr(position))
-    trace = TokenTrace(model, unembedding, len(ids), position)
-    with evaluating(model), torch.no_grad(), trace, watch(model, measures=[], keep="qkv") as seen:
-        out = model(ids[None])
-    logits = (out if isinstance(out, Tensor) else out.logits)[0, position].double()
-    token = _target(model, target, tokenizer, logits)
-    layers = [layer for layer in seen if layer.kind == "self"]
-    parts = {layer.name: _parts(layer, position) for layer in layers}  # (H, W) and the bias (W,) of each
-    with evaluating(model), torch.no_grad():
-        blocks = block_sums(model, trace, layers, parts)
-        direction, constant, softcap = logit_direction(model, trace, blocks[-1].output, logits, token)
-        logit = float(blocks[-1].output @ direction) + constant
-        scores: dict[str, Tensor] = {}
-        carried = 1.0  # the factor of the stream after a block in the stream at the end
-        for block in reversed(blocks):
-            for name, (factor, norm) in block.added.items():
-                heads = parts[name][0] if norm is None else norm.linear(parts[name][0])
-                scores[name] = (heads @ direction * factor * carried).float()
-            carried *= block.carry
-    scores = {layer.name: scores[layer.name] for layer in layers}
-    return Attribution(scores, logit - sum(s.sum().item() for s in scores.values()), logit, token, softcap)
-
-
-def _parts(layer: LayerRecord, position: int) -> tuple[Tensor, Tensor]:
-    """What each head adds at a token, through its slice of the output projection, (H, W), and the bias (W,)."""
-    if layer.why_not_projected():
-        raise bad_value(
-            layer.name,
-            expected="an output projection of (W, H * E)",
-            received=layer.why_not_projected(),
-            remedy="regard.models.load, for a model that it knows",
-        )
-    assert layer.projection is not None
-    weight, bias = layer.projection
-    entered = layer.entered[0, :, position].double()  # (H, E)
-    heads = torch.einsum("he,whe->hw", entered, weight.double().unflatten(1, tuple(entered.shape)))
-    return heads, heads.new_zeros(heads.shape[1]) if bias is None else bias.double()
-
-
-def _unembedding(model: nn.Module) -> nn.Module:
-    """The projection to the vocabulary."""
-    get = getattr(model, "get_output_embeddings", None)
-    unembedding = getattr(model, "head", None) if get is None else get()
-    weight = getattr(unembedding, "weight", None)
-    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or is_encoder_decoder:
-        raise bad_value(
-            "model",
-            expected="a decoder with a last norm and a projection to the vocabulary",
-            received=type(model).__name__,
-            remedy="a language model, such as models.load('smollm2')",
-        )
-    assert isinstance(unembedding, nn.Module)
-    return unembedding
+    found = direct_logits(model, ids, position, lambda logits: [_target(model, target, tokenizer, logits)])
+    scores = {
+        layer.name: (found.writes[layer.name][0] @ found.directions[layer.name][0]).float() for layer in found.layers
+    }
+    logit = float(found.sums[0])
+    rest = logit - sum(s.sum().item() for s in scores.values())
+    return Attribution(scores, rest, logit, found.tokens[0], found.softcap)
 
 
 def _ids(model: nn.Module, text: object, tokenizer: Any) -> Tensor:

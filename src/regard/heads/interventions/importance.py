@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value
 from regard.heads.capture.observed import ObservedCall
-from regard.heads.interventions.ablate import Changes, Heads, ablate, by_layer, head_numbers, refuse_checkpoints
+from regard.heads.interventions.ablate import ablate
+from regard.heads.interventions.changes import Changes, refuse_checkpoints
+from regard.heads.interventions.head_choice import Heads, selected_heads
 from regard.heads.progress import track
 from regard.heads.record.table import PerHead, Table
 
@@ -66,6 +68,7 @@ class _Gates(Changes):
 
     def change(self, attention: ObservedCall, output: Tensor) -> Tensor:
         refuse_checkpoints(attention.layer)
+        self.changed = attention.module, list(range(output.shape[1]))
         gate = torch.ones(output.shape[:2], dtype=output.dtype, device=output.device, requires_grad=True)  # (B, H)
         self.gates.setdefault(attention.layer, []).append(gate)
         return output * gate[:, :, None, None]
@@ -170,28 +173,11 @@ def leave_one_out(
             heads_of |= {layer: shape[1] for layer, shape in counting.shapes.items()}
         intact = _mean(losses, sizes)
         scores = {layer: torch.full((count,), float("nan")) for layer, count in heads_of.items()}
-        for layer, head in track(_heads_to_leave_out(heads, heads_of), "leaving one out", progress):
+        for layer, head in track(selected_heads(heads, heads_of), "leaving one out", progress):
             with ablate(model, {layer: [head]}):
                 without = [_check_loss(loss_fn(model, batch)).mean().item() for batch in batches]
             scores[layer][head] = _mean(without, sizes) - intact
     return Importance(scores, sum(sizes))
-
-
-def _heads_to_leave_out(heads: Heads | None, layers: dict[str, int]) -> list[tuple[str, int]]:
-    """(layer, head) of all heads, or of those that were asked for. `layers`: the number of heads of each layer."""
-    if heads is None:
-        return [(layer, head) for layer, count in layers.items() for head in range(count)]
-    names: dict[object, str] = {f"{name}#0": name for name in layers}
-    names |= {name: name for name in layers} | dict(enumerate(layers))
-    selected: list[tuple[str, int]] = []
-    for key, numbers in by_layer(heads).items():
-        if key not in names or isinstance(key, bool):
-            raise bad_value("heads", expected=f"layers of the model: {', '.join(layers)}", received=repr(key))
-        layer, of_layer = names[key], head_numbers(f"heads of {key!r}", numbers, alone=True)
-        if any(head >= layers[layer] for head in of_layer):
-            raise bad_value(f"heads of {layer}", expected=f"numbers below {layers[layer]}", received=of_layer)
-        selected += [(layer, head) for head in of_layer]
-    return selected
 
 
 class _Counting(Changes):

@@ -121,9 +121,9 @@ class LinearNorm:
         return self.scale * self.weight * (x - x.mean(-1, keepdim=True) if self.centred else x)
 
     def transposed(self, d: Tensor) -> Tensor:
-        """e with e . x = d . linear(x)."""
+        """e (..., W) with e . x = d . linear(x), of d (..., W)."""
         e = self.scale * self.weight * d
-        return e - e.mean() if self.centred else e
+        return e - e.mean(-1, keepdim=True) if self.centred else e
 
     @staticmethod
     def of(call: ModuleCall, trace: TokenTrace) -> LinearNorm | None:

@@ -27,7 +27,8 @@ def chunk_plane(attention: ObservedCall, text: SequenceRecord, numbers: Tensor) 
     token ids and padding."""
     batch, heads, n, m = attention.shape
     ids = None
-    if text.ids is not None and attention.kind == "self" and text.ids.shape[1] > int(numbers[-1]):
+    last = text.total - 1 if attention.numbers is None else int(numbers[-1])
+    if text.ids is not None and attention.kind == "self" and text.ids.shape[1] > last:
         ids = text.ids
         if text.key_padding is not None:
             ids = ids.expand(batch, -1).masked_fill(text.key_padding[:, : ids.shape[1]], NO_TOKEN)
@@ -36,7 +37,7 @@ def chunk_plane(attention: ObservedCall, text: SequenceRecord, numbers: Tensor) 
     call, weights = attention.call, attention.weights
     if call is None:
         assert weights is not None
-        first = int(numbers[-1]) + 1 - n if m else 0
+        first = last + 1 - n if m else 0
         queries = torch.arange(first, first + n, device=weights.device)[None]
         dtype = torch.promote_types(weights.dtype, torch.float32)
         return Plane(batch, heads, n, m, queries, numbers[None], dtype, numbers=numbers, **known)
@@ -46,6 +47,10 @@ def chunk_plane(attention: ObservedCall, text: SequenceRecord, numbers: Tensor) 
         given = call.positions is not None and attention.numbers is None
         queries = plane.q_positions if given else numbers[None, m - n :]
         plane = replace(plane, numbers=numbers, k_positions=numbers[None], q_positions=queries)
+    elif call.contiguous:
+        plane.shared.update({"ascending": True, "steps": True})
+        if call.q_start == 0 and n == m and all(x is None for x in (plane.padding, plane.key_padding, plane.first)):
+            plane.shared["in order"] = True
     return plane
 
 

@@ -22,7 +22,9 @@ from regard.heads.record.sequences import SequenceRecord, joined, plus, remeasur
 from regard.heads.record.table import scalars
 from regard.measures import Heatmap, Measure, MeasureLike, as_measures
 
-__all__ = ["LayerRecord"]
+__all__ = ["ROOM", "LayerRecord"]
+
+ROOM = 2**24  # numbers of q, k and v of a layer that are kept for roles, of all sequences together
 
 
 class LayerRecord:
@@ -36,6 +38,8 @@ class LayerRecord:
         sums: of each measure, the sum (H, ...) over all sequences but the last.
         counts_of_sums: how many queries (H,) each sum is over; "" counts those that see a key.
         uniform: the same measures for uniform weights on all visible keys, as one head: the baseline.
+        earlier: sequences before the last that are kept for `roles`, as far as there is room (`ROOM`).
+        evidence: what roles are decided by (`heads.analysis.evidence`), of sequences that are kept no more.
     """
 
     def __init__(self, name: str, kind: Literal["self", "cross"], measures: list[Measure]) -> None:
@@ -45,6 +49,8 @@ class LayerRecord:
         self.sums: dict[str, Tensor] = {}
         self.counts_of_sums: dict[str, Any] = {}
         self.uniform: LayerRecord | None = None
+        self.earlier: list[SequenceRecord] = []
+        self.evidence: Any = None
         self._last: dict[str, Any] | None = None
         self._means: dict[str, Any] | None = None
         self._last_sums: dict[str, tuple[Tensor, Tensor]] | None = None
@@ -222,6 +228,8 @@ class LayerRecord:
             for name, (total, count) in self._sums_of_last().items():
                 self.sums[name] = plus(total, self.sums.get(name))
                 self.counts_of_sums[name] = count + self.counts_of_sums.get(name, 0)
+            if self.text.keeps_calls() and sum(x.kept for x in (*self.earlier, self.text, text)) <= ROOM:
+                self.earlier.append(self.text)
         self.text = text
         self.texts += 1
         self.changed()
@@ -240,6 +248,7 @@ class LayerRecord:
         state = dict(self.__dict__)
         for name in ("sums", "counts_of_sums"):
             state[name] = dict(state[name])
+        state["earlier"] = list(self.earlier)
         if self.text is not None:
             state["text"] = copy(self.text)
             for name in ("pieces", "keys", "by_key"):
@@ -334,8 +343,7 @@ class LayerRecord:
     @property
     def exact(self) -> bool:
         """Whether `weights` can be computed: q and k were kept."""
-        pieces = [] if self.text is None else self.text.pieces
-        return bool(pieces) and all(piece.call is not None or piece.weights is not None for piece in pieces)
+        return self.text is not None and not self.text.for_roles and self.text.keeps_calls()
 
     def _check_kept(self) -> None:
         if not self.exact:
@@ -373,17 +381,19 @@ class LayerRecord:
     @property
     def q(self) -> Tensor:
         """The queries of the last sequence, after rotary and norms: (B, H, N, D). Needs keep="qkv"."""
-        return _concatenated("q", [None if piece.call is None else piece.call.q for piece in self._sequence.pieces])
+        pieces = self._sequence.pieces
+        asked = not self._sequence.for_roles
+        return _concatenated("q", [piece.call.q if piece.call is not None and asked else None for piece in pieces])
 
     @property
     def k(self) -> Tensor:
         """The keys of the last sequence, after rotary and norms: (B, G, M, D). Needs keep="qkv"."""
-        return _concatenated("k", list(self._sequence.keys) or [None])
+        return _concatenated("k", [None] if self._sequence.for_roles else list(self._sequence.keys) or [None])
 
     @property
     def v(self) -> Tensor:
         """The values of the last sequence: (B, G, M, E). Needs keep="qkv"."""
-        return _concatenated("v", list(self._sequence.values) or [None])
+        return _concatenated("v", [None] if self._sequence.for_roles else list(self._sequence.values) or [None])
 
     @property
     def output(self) -> Tensor:

@@ -20,6 +20,10 @@ __all__ = ["LayerRecord", "Record"]
 DENSE = 2048  # tokens up to which rollout builds dense maps
 
 
+def _no_model() -> None:
+    """In the place of a reference to a model."""
+
+
 class Record:
     """What `watch` saw. `seen.layers` are the names in call order; `seen[name]`, or by number, is one `LayerRecord`.
     `seen.unseen` names the layers whose attention the watch could not read, each with the reason. `seen.tokens` may be
@@ -33,7 +37,11 @@ class Record:
         self.by_name: dict[str, LayerRecord] = {}
         self.unseen: dict[str, str] = {}  # layers whose attention could not be read, with the reason
         self.tokens: Any = None  # a list; a list for each item of a batch ("" for padding); or a pair (source, target)
+        self.model: Callable[[], Any] = _no_model  # a weak reference; `roles` asks for its tokenizer
         self.generated: Any = None  # text that the model generated for `look`, or a list of texts for a batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"model": _no_model}  # (copies and files know no model)
 
     def _repr_html_(self) -> str | None:
         return None if Record.shown_by is None or not self.by_name else Record.shown_by(self)
@@ -111,7 +119,7 @@ class Record:
         """A record of some of the layers, which are shared with this one."""
         part = Record()
         part.by_name = {name: self.by_name[name] for name in layers}
-        part.tokens = self.tokens
+        part.tokens, part.model = self.tokens, self.model
         return part
 
     def drop_values(self) -> None:

@@ -34,15 +34,18 @@ VERSION = 1
 
 def save(record: Record, path: str | PathLike[str]) -> None:
     """Write a record to a file."""
+    from regard.heads.analysis.roles import Shared, evidence_of_layer, tokens_of
+
     try:
         import safetensors.torch
     except ImportError:
         raise missing_extra("safetensors", "models") from None
     tensors: dict[str, Tensor] = {}
-    layers = []
+    layers, words, shared = [], tokens_of(record, record.tokens), Shared()
     for i, layer in enumerate(record):
         layers.append(_described(layer))
-        for name, tensor in _tensors(layer).items():
+        evidence = evidence_of_layer(record, layer, words[layer.name], shared)
+        for name, tensor in (_tensors(layer) | ({} if evidence is None else evidence.tensors())).items():
             tensors[f"{i}/{name}"] = tensor.detach().cpu().contiguous().clone()
     about = {"version": VERSION, "layers": layers}
     if record.unseen:
@@ -228,6 +231,7 @@ def _layer(
         raise bad_value(f"{what}.heads", expected="1, for it is one head whose weights are equal", received=sizes.heads)
     _read_last_text(what, layer, sizes, stored)
     _read_sums(what, layer, sizes.heads, stored)
+    layer.evidence = _evidence(what, sizes.heads, stored)
     below = _take(stored, "uniform/")
     if "uniform" in description and not is_baseline:
         if not isinstance(description["uniform"], dict):
@@ -271,6 +275,24 @@ def _read_last_text(what: str, layer: LayerRecord, sizes: _Sizes, stored: dict[s
     layer.text = SequenceRecord((sizes.batch, sizes.heads), total=sizes.keys, key_padding=key_padding)
     measurements = Measurements(values, seen, counted)
     layer.text.pieces.append(Chunk(sizes.queries, [slice(0, sizes.keys)], measurements, padding))
+
+
+def _evidence(what: str, heads: int, stored: dict[str, _Stored]) -> Any:
+    """What roles are decided by; None if the file has nothing of it."""
+    from regard.heads.analysis.evidence import Evidence
+
+    found = _take(stored, "evidence/")
+    if not found:
+        return None
+    rows = {"resting": 5, "output": 2}
+    tensors = {name: tensor.read((rows.get(name, 4), heads), _FLOATS) for name, tensor in found.items()}
+    if not rows.keys() <= tensors.keys():
+        raise bad_value(what, expected="evidence/resting and evidence/output", received=short(sorted(tensors)))
+    return Evidence(
+        {name.removeprefix("role."): x for name, x in tensors.items() if name not in rows},
+        tensors["resting"],
+        tensors["output"],
+    )
 
 
 def _read_sums(what: str, layer: LayerRecord, heads: int, stored: dict[str, _Stored]) -> None:

@@ -22,8 +22,9 @@ from regard.attention import measure_call, plane_of
 from regard.heads.capture.observed import ObservedCall
 from regard.heads.capture.output_projection import Projection
 from regard.heads.record.chunk_plane import known_of_padding, usable
-from regard.kernels import Call
+from regard.kernels import Call, measured_plans
 from regard.kernels.precision import fixed_precision
+from regard.kernels.run import run_measured
 from regard.kernels.run import weights as exact_weights
 from regard.masks import Causal, Documents, Keep, Padding, Prefix, Window
 from regard.measures import Measure, Measurements, MeasureRun, Plane, Strip, TopLinks
@@ -32,11 +33,14 @@ __all__ = [
     "Chunk",
     "SequenceRecord",
     "joined",
+    "kept_call",
     "measured",
+    "measured_later",
     "padding",
     "plus",
     "remeasured",
     "runs",
+    "sees_all",
     "sums",
     "weights_of",
 ]
@@ -94,6 +98,8 @@ class SequenceRecord:
     keys: list[Tensor] = field(default_factory=list)  # kept: (B, G, m, D), each key once
     values: list[Tensor] = field(default_factory=list)  # kept: (B, G, m, E), each value once
     by_key: dict[str, Tensor] = field(default_factory=dict)  # measures per key, summed over chunks if there are several
+    for_roles: bool = False  # whether q, k and v are kept for `roles` alone: nobody asked for weights
+    kept: int = 0  # how many numbers of q, k and v are kept for roles
 
     def add(self, piece: Chunk, axes: dict[str, str]) -> None:
         """Add a chunk. Measures per key are summed now: kept for each chunk they would take quadratic memory."""
@@ -109,6 +115,16 @@ class SequenceRecord:
                 total[..., chunk.numbers] += value
                 self.by_key[name] = total
             piece.found = replace(piece.found, values={k: v for k, v in piece.found.values.items() if k != name})
+
+    def keeps_calls(self) -> bool:
+        """Whether q and k of all chunks, or their weights, were kept."""
+        return bool(self.pieces) and all(p.call is not None or p.weights is not None for p in self.pieces)
+
+    def drop_calls(self) -> None:
+        """Free what was kept."""
+        self.keys, self.values = [], []
+        for piece in self.pieces:
+            piece.call = piece.weights = None
 
     @property
     def queries(self) -> int:
@@ -192,18 +208,54 @@ def _hidden_keys(attention: ObservedCall) -> Tensor | None:
     return None if hidden is None or not hidden.any() else hidden.expand(batch, -1)
 
 
-def measured(attention: ObservedCall, measures: list[Measure], plane: Plane) -> Measurements:
-    """The results of some measures for one attention call, by what is known of it (`chunk_plane`). If the attention is
-    `to_compute`, its output is set, too."""
-    able = usable(measures, plane)
-    call, weights = attention.call, attention.weights
-    if call is not None and attention.gather_heads is not None:
-        return _measured_over_processes(attention, able, plane)
-    if call is not None:
-        measurements = measure_call(call, able, plane=plane, output=attention.to_compute)
+class MeasuredLater:
+    """The measurements of a run whose results were not asked for yet. They are in memory, as a kernel wrote them."""
+
+    def __init__(self, run: MeasureRun, lse: Tensor) -> None:
+        self.run, self.lse = run, lse
+
+    def __call__(self) -> Measurements:
+        """The measurements."""
+        with torch.no_grad():
+            return self.run.result(self.lse)
+
+    def sees_all(self) -> bool:
+        """Whether each query sees a key."""
+        assert self.run.sees_all is not None
+        return self.run.sees_all()
+
+
+def measured_later(attention: ObservedCall, measures: list[Measure], plane: Plane) -> Measurements | MeasuredLater:
+    """The results of some measures for one attention call, by what is known of it (`chunk_plane`), or what gives them
+    when they are asked for. If the attention is `to_compute`, its output is set, too."""
+    call = attention.call
+    if call is None or attention.gather_heads is not None:
+        return measured(attention, measures, plane)
+    with fixed_precision(call.q):
+        run = MeasureRun(usable(measures, plane), plane)
+        repeated = measured_plans.repeat(call, run, attention.to_compute)
+        out, lse = repeated or run_measured(call, run, output=attention.to_compute)
+        if repeated is None:
+            measured_plans.keep(call, run, out, lse)
         if attention.to_compute:
-            attention.output, measurements.output = measurements.output, None
-        return measurements
+            attention.output = out
+        return run.result(lse) if run.sees_all is None else MeasuredLater(run, lse)
+
+
+def sees_all(measurements: Measurements | MeasuredLater) -> bool:
+    """Whether each query sees a key."""
+    return bool(measurements.seen.all()) if isinstance(measurements, Measurements) else measurements.sees_all()
+
+
+def measured(attention: ObservedCall, measures: list[Measure], plane: Plane) -> Measurements:
+    """The same, now."""
+    if attention.call is not None and attention.gather_heads is None:
+        measurements = measured_later(attention, measures, plane)
+        return measurements() if isinstance(measurements, MeasuredLater) else measurements
+    able = usable(measures, plane)
+    weights = attention.weights
+    if attention.call is not None:
+        return _measured_over_processes(attention, able, plane)
     assert weights is not None
     batch, heads, n, m = attention.shape
     weights = weights.to(plane.dtype)
@@ -310,6 +362,15 @@ def weights_of(piece: Chunk, keys: Tensor | None, items: slice, heads: list[int]
     k = call.k if keys is None or call.k.shape[2] else keys[:, :, piece.numbers]
     with torch.no_grad():
         return exact_weights(cut(replace(call, k=k, v=k), items, heads, rows))
+
+
+def kept_call(text: SequenceRecord) -> Call | None:
+    """The attention call of a sequence that was read at once, with the keys and values that were kept; None if the
+    sequence came in several chunks, its attention was written by hand, or values were not kept."""
+    call = text.pieces[0].call if len(text.pieces) == 1 else None
+    if call is None or not text.keys or not text.values:
+        return None
+    return replace(call, k=text.keys[0], v=text.values[0])
 
 
 def runs(numbers: Tensor) -> list[slice]:

@@ -22,7 +22,7 @@ from regard.heads.record.uniform import UniformBaseline
 from regard.masks import Mask
 from regard.measures import Measure, Plane
 
-__all__ = ["SharedPlane", "SharedPlanes"]
+__all__ = ["SharedPlane", "SharedPlanes", "mask_key"]
 
 MOST = 8  # that are kept: layers take turns with few masks
 
@@ -36,6 +36,13 @@ class SharedPlane:
     by_total: dict[int, Tensor] = field(default_factory=dict)
     planes: dict[Any, Plane] = field(default_factory=dict)
     baselines: dict[Any, Any] = field(default_factory=dict)
+    ids: Tensor | None = None  # a copy
+
+    def own_ids(self, ids: Tensor | None) -> Tensor | None:
+        """A copy of the token ids (1|B, N), which a model or its caller may write over: one for all these layers."""
+        if ids is not None and self.ids is None:
+            self.ids = ids.clone()
+        return None if ids is None else self.ids
 
     def numbers(self, attention: ObservedCall, total: int) -> Tensor:
         """Which tokens of a sequence, of `total` so far, the keys of one of these layers are: (M,)"""
@@ -52,17 +59,18 @@ class SharedPlane:
         m = attention.shape[3]
         return [slice(total - m, total)] if m else []
 
-    def plane(self, attention: ObservedCall, text: SequenceRecord, numbers: Tensor) -> Plane:
-        """`chunk_plane` of one of these layers."""
-        key = _history(text)
+    def plane(self, attention: ObservedCall, text: SequenceRecord, numbers: Tensor, with_values: bool) -> Plane:
+        """`chunk_plane` of one of these layers, with its values and output projection if they are needed."""
+        heads = attention.shape[1]
+        key = (*_history(text), heads)
         plane = self.planes.get(key)
         if plane is None:
-            plane = self.planes[key] = chunk_plane(attention, text, numbers)
+            plane = chunk_plane(attention, text, numbers)
+            plane = self.planes[key] = replace(plane, values=None, out_weight=None).sharing(plane.shared)
         call = attention.call
-        if call is None or attention is self.attention:
+        if call is None or not with_values:
             return plane
-        own = replace(plane, heads=attention.shape[1], values=call.v, out_weight=attention.out_weight)
-        return own.sharing(plane.shared)
+        return replace(plane, values=call.v, out_weight=attention.out_weight).sharing(plane.shared)
 
     def baseline(self, attention: ObservedCall, measures: list[Measure], text: SequenceRecord, plane: Plane) -> Any:
         """`UniformBaseline` of one of these layers."""
@@ -86,7 +94,7 @@ class SharedPlanes:
         batch, _, n, m = attention.shape
         tensors = (attention.ids, call.positions, call.key_positions, attention.numbers)
         ids = tuple([None if x is None else x.data_ptr() for x in tensors])
-        key = (attention.forward, attention.kind, batch, n, m, call.q_start, call.dtype, ids, _mask_key(call.mask))
+        key = (attention.forward, attention.kind, batch, n, m, call.q_start, call.dtype, ids, mask_key(call.mask))
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= MOST:
@@ -106,7 +114,7 @@ def _history(text: SequenceRecord) -> tuple[Any, ...]:
     )
 
 
-def _mask_key(mask: Mask | None) -> Any:
+def mask_key(mask: Mask | None) -> Any:
     """A key that equal masks share: their kinds, numbers, and the addresses of their tensors."""
     if mask is None:
         return None
@@ -115,7 +123,7 @@ def _mask_key(mask: Mask | None) -> Any:
 
 def _field_key(value: Any) -> Any:
     if isinstance(value, Mask):
-        return _mask_key(value)
+        return mask_key(value)
     if isinstance(value, torch.Tensor):
         return value.data_ptr(), value.shape, value.stride()
     try:

@@ -64,15 +64,18 @@ class UniformBaseline:
         made_of_numbers = call is not None and (call.mask is None or not list(call.mask.tensors()))
         if call is None or not made_of_numbers or not call.contiguous:
             return uniform_measurements(attention, measures, plane)
-        few = call.k[:, :1, :1, :1].detach()  # no tensor of the model stays alive
-        nothing = few.new_empty(1).expand(call.shape[0], 1, call.shape[3], 1)
-        uniform = replace(call, q=few.new_empty(1).expand(call.shape[0], 1, call.shape[2], 1), k=nothing, v=nothing)
-        light = ObservedCall(
-            "", attention.module, attention.forward, attention.kind, replace(uniform, sinks=None, biases=())
-        )
+        batch, _, n, m = call.shape
+        nothing = call.q.new_empty(1).detach()  # no tensor of the model stays alive
+        q, k = nothing.expand(batch, 1, n, 1), nothing.expand(batch, 1, m, 1)
+        uniform = replace(call, q=q, k=k, v=k, sinks=None, biases=())
+        light = ObservedCall("", attention.module, attention.forward, attention.kind, uniform)
         light.padding, light.numbers = attention.padding, attention.numbers
-        copied = {name: _copy(getattr(plane, name)) for name in ("ids", "key_ids", "text_ids")}
-        return UniformBaseline(light, measures, replace(plane, values=None, out_weight=None, **copied))
+        ids = _copy(plane.ids)
+        text_ids = ids if plane.text_ids is plane.ids else _copy(plane.text_ids)
+        # (the keys' ids were cut out of them by an index, which copies)
+        return UniformBaseline(
+            light, measures, replace(plane, values=None, out_weight=None, ids=ids, text_ids=text_ids)
+        )
 
     def __call__(self) -> Measurements:
         """The measurements."""

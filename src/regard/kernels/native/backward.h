@@ -32,7 +32,7 @@ constexpr int64_t BACKWARD_TEAM = 4;  // blocks of queries that are computed tog
 
 // The state of a block of queries.
 struct Queries {
-    Block block;
+    Block block, upcoming;  // upcoming: the one after it; rows == 0 if there is none
     std::optional<Plan> plan;
     float *q, *d_out, *dq, *q_copy, *d_out_copy;
     const float *q_rows, *d_out_rows;
@@ -241,7 +241,13 @@ inline void advance(const regard_args &a, const regard_gradients &g, const Unit 
         const int first = span.lane, last = span.lanes_end, queries = std::min(last, block.rows) - first;
         const float *k = unit.k + span.first * a.width, *v = unit.v + span.first * a.value_width;
         float *p = bench.p, *ds = bench.ds;
-        scores<false, false>(k, a.width, keys, of.q, a.width, first, last, p, nullptr, nullptr, 0);
+        // To be fetched meanwhile: the next rows of K, V, dK and dV; after the last ones the rows of the next queries.
+        const bool ends = span.last == plan.last();
+        const auto next = [&](const float *x, int64_t width) {
+            return Ahead(x + span.last * width, std::min(KEYS, plan.last() - span.last), width, width);
+        };
+        scores<false, false>(k, a.width, keys, of.q, a.width, first, last, p, nullptr, nullptr, 0,
+                             ends ? rows_ahead(a, a.q, a.q_stride, of.upcoming, a.width) : next(unit.k, a.width));
         if (transformed) {
             if (a.bias) {
                 const int64_t *stride = a.bias_stride;
@@ -256,7 +262,9 @@ inline void advance(const regard_args &a, const regard_gradients &g, const Unit 
             k = cleaned(k, keys, a.width, bench.clean_k);
             v = cleaned(v, keys, a.value_width, bench.clean_v);
         }
-        scores<false, false>(v, a.value_width, keys, of.d_out, a.value_width, first, last, ds, nullptr, nullptr, 0);
+        scores<false, false>(v, a.value_width, keys, of.d_out, a.value_width, first, last, ds, nullptr, nullptr, 0,
+                             ends ? rows_ahead(a, g.d_out, g.d_out_stride, of.upcoming, a.value_width)
+                                  : next(unit.v, a.value_width));
         weigh(a, of, span, transformed ? 1.0f : a.scale, p, ds);
         if (span.masked && of.odd) {  // avoids 0 * NaN
             plan.hide(span, p, 0.0f);
@@ -264,12 +272,14 @@ inline void advance(const regard_args &a, const regard_gradients &g, const Unit 
         }
         if (g.d_v)
             weigh_rows(p + first, keys, queries, of.d_out_rows + first * padded_v, padded_v,
-                       unit.dv + span.first * padded_v);
+                       unit.dv + span.first * padded_v,
+                       ends ? rows_ahead(a, a.out, a.out_stride, of.upcoming, a.value_width) : next(unit.dv, padded_v));
         if (bias.wanted) bias.add(block, unit.number, span, ds);
         if (a.softcap != 0.0f) follow_softcap(span, bench.slope, ds);
         if (g.d_k)
             weigh_rows(ds + first, keys, queries, of.q_rows + first * padded_k, padded_k,
-                       unit.dk + span.first * padded_k);
+                       unit.dk + span.first * padded_k,
+                       ends ? rows_ahead(a, g.d_q, g.d_q_stride, block, a.width) : next(unit.dk, padded_k));
         if (g.d_q) values(k, a.width, ds, keys, a.width, first, last, bench.ones, of.dq);
     });
 }

@@ -46,6 +46,11 @@ class Backward {
             for (int64_t m = 0; m < some; m++) {
                 const int64_t number = nth(n + m) / shared, head = kv_head * shared + nth(n + m) % shared;
                 if (head % shared == 0) bias.wait(number, kv_head);
+                bench.team[m].upcoming = {};
+                if (n + team + m < count) {
+                    const int64_t after = nth(n + team + m);
+                    bench.team[m].upcoming = work.block(kv_head * shared + after % shared, after / shared);
+                }
                 const double d_sink = open(a, g, work.block(head, number), bench.team[m], bench);
                 if (g.d_sinks) sink_sums[(size_t)(head * work.blocks + number)] = d_sink;
             }

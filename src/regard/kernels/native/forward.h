@@ -56,6 +56,7 @@ struct Desk {
     float *q, *o, *s, *kept, *bias, *keys, *values, *strip;
     Pair *rounded;  // weights as pairs of keys
     Rows rows;
+    const Block *upcoming = nullptr;  // what this desk is likely to be used for after this block
     std::vector<Seen> seen;
     std::vector<float> near;       // sums of weights by offset, largest offset first
     std::vector<float> factors;    // (spans, LANES): from kept weights to those of the softmax
@@ -122,12 +123,14 @@ inline float value_at(const Pair *v, int64_t stride, int64_t j, int64_t e) {
 }
 
 // o += p v
-inline void values_of(const float *v, int64_t stride, const float *p, const Span &span, int64_t width, Desk &desk) {
+inline void values_of(const float *v, int64_t stride, const float *p, const Span &span, int64_t width, Desk &desk,
+                      const Ahead &ahead) {
     const int64_t keys = span.last - span.first;
     values(side_by_side(v, stride, keys, width, desk.values), width, p, keys, width, span.lane, span.lanes_end,
-           desk.rows.shrink, desk.o);
+           desk.rows.shrink, desk.o, ahead);
 }
-inline void values_of(const Pair *v, int64_t stride, const float *p, const Span &span, int64_t width, Desk &desk) {
+inline void values_of(const Pair *v, int64_t stride, const float *p, const Span &span, int64_t width, Desk &desk,
+                      const Ahead &ahead) {
     const int64_t keys = span.last - span.first;
     for (int64_t j = 0; j < keys; j += 2) {
         for (int lane = span.lane; lane < span.lanes_end; lane += W) {
@@ -135,7 +138,7 @@ inline void values_of(const Pair *v, int64_t stride, const float *p, const Span 
             store(desk.rounded + j / 2 * LANES + lane, paired(load(x), j + 1 < keys ? load(x + LANES) : F{}));
         }
     }
-    values(v, stride, desk.rounded, (keys + 1) / 2, width, span.lane, span.lanes_end, desk.rows.shrink, desk.o);
+    values(v, stride, desk.rounded, (keys + 1) / 2, width, span.lane, span.lanes_end, desk.rows.shrink, desk.o, ahead);
 }
 
 // The same if v has NaN or inf: only visible pairs, since 0 * NaN of a hidden one must not count. (NaN of a visible one
@@ -209,6 +212,15 @@ void start(const regard_args &a, const Block &block, Desk &desk) {
     }
 }
 
+// The rows of a block in a tensor, which may be null, to be fetched.
+inline Ahead rows_ahead(const regard_args &a, const void *x, const int64_t (&stride)[3], const Block &block,
+                        int64_t width) {
+    if (!x) return Ahead();
+    const int64_t at = block.item * stride[0] + block.head * stride[1] + block.row * stride[2];
+    if (a.dtype == REGARD_FLOAT32) return Ahead((const float *)x + at, block.rows, width, stride[2]);
+    return Ahead((const uint16_t *)x + at, block.rows, width, stride[2]);
+}
+
 // Processes the keys [from, to): scores, weights, weighted values; the state is in `desk.rows`. With `Look` the weights
 // are kept in the strip. K and V are of type T, whatever the dtype of the call.
 template <bool Look, class T>
@@ -225,11 +237,22 @@ void advance(const regard_args &a, const Block &block, Desk &desk, bool careful,
         const int64_t keys = span.last - span.first;
         const int first = span.lane, last = span.lanes_end;
         const T *key = side_by_side(k + span.first * a.k_stride[2], a.k_stride[2], keys, width, desk.keys);
+        // To be fetched meanwhile: the next keys and values; after the last ones the next queries and the output's
+        // rows.
+        const bool ends = span.last == plan.last();
+        const int64_t next = std::min(KEYS, plan.last() - span.last);
+        const Ahead k_ahead = !ends           ? Ahead(k + span.last * a.k_stride[2], next, width, a.k_stride[2])
+                              : desk.upcoming ? rows_ahead(a, a.q, a.q_stride, *desk.upcoming, a.width)
+                                              : Ahead();
+        const Ahead v_ahead =
+            !ends ? Ahead(v + span.last / TOGETHER * a.v_stride[2], (next + 1) / TOGETHER, a.value_width, a.v_stride[2])
+                  : rows_ahead(a, a.out, a.out_stride, block, a.value_width);
         float *s = Look ? desk.strip + (span.first - plan.first()) * LANES : desk.s;
         if (!transformed && !span.masked) {
-            scores<true, Look>(key, width, keys, q, width, first, last, s, rows.top, rows.at, (int32_t)span.first);
+            scores<true, Look>(key, width, keys, q, width, first, last, s, rows.top, rows.at, (int32_t)span.first,
+                               k_ahead);
         } else {
-            scores<false, false>(key, width, keys, q, width, first, last, s, rows.top, rows.at, 0);
+            scores<false, false>(key, width, keys, q, width, first, last, s, rows.top, rows.at, 0, k_ahead);
             if (transformed) {
                 if (a.bias) {
                     const int64_t *stride = a.bias_stride;
@@ -257,7 +280,7 @@ void advance(const regard_args &a, const Block &block, Desk &desk, bool careful,
         }
         const T *value = v + span.first / TOGETHER * a.v_stride[2];
         careful ? values_carefully(value, a.v_stride[2], p, plan, span, a.value_width, desk)
-                : values_of(value, a.v_stride[2], p, span, a.value_width, desk);
+                : values_of(value, a.v_stride[2], p, span, a.value_width, desk, v_ahead);
     });
 }
 

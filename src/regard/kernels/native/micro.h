@@ -35,6 +35,27 @@ constexpr int64_t next_rows(int64_t left, int64_t most) {
     return left <= most + most / 2 ? (left + 1) / 2 : most;
 }
 
+// Rows that will be needed soon. Each tile fetches a few cache lines of them, while it multiplies others.
+class Ahead {
+    const char *row = nullptr;
+    int64_t rows = 0, bytes = 0, stride = 0, at = 0;
+
+  public:
+    Ahead() = default;
+    // `count` rows of `width` numbers; the stride counts numbers as well.
+    template <class T>
+    Ahead(const T *first, int64_t count, int64_t width, int64_t stride)
+        : row((const char *)first), rows(count), bytes(width * (int64_t)sizeof(T)),
+          stride(stride * (int64_t)sizeof(T)) {}
+    void fetch(int64_t lines) {
+        for (; lines > 0 && rows > 0; lines--) {
+            __builtin_prefetch(row + at);
+            at += 64;
+            if (at >= bytes) row += stride, rows--, at = 0;
+        }
+    }
+};
+
 // R keys against NV vectors of queries, over part of the width; with `Add` added to s. `top` is the running maximum of
 // each lane, `at` its key.
 template <int R, int NV, bool Add, bool Max, bool Where, class T>
@@ -146,32 +167,36 @@ constexpr std::array<RowsTile, MOST_ROWS> rows_tiles(std::integer_sequence<int, 
 
 template <int NV, bool Add, bool Max, bool Where, class T>
 void scores_strip(const T *k, int64_t k_stride, int64_t keys, const T *q, int64_t width, float *s, float *top,
-                  int32_t *at, int32_t key) {
+                  int32_t *at, int32_t key, Ahead &ahead) {
     static constexpr auto tiles = scores_tiles<NV, Add, Max, Where, T>(std::make_integer_sequence<int, MOST_ROWS>{});
     constexpr int R = rows_of(NV);
     for (int64_t j = 0, some; j < keys; j += some) {
         some = next_rows(keys - j, R);
+        ahead.fetch(some * width * NV * W / (16 * LANES));
         tiles[some - 1](k + j * k_stride, k_stride, q, width, s + j * LANES, top, at, key + (int32_t)j);
     }
 }
 
 template <int NV, class T>
 void values_strip(const T *v, int64_t v_stride, const T *p, int64_t keys, int64_t value_width, const float *shrink,
-                  float *o) {
+                  float *o, Ahead &ahead) {
     static constexpr auto tiles = values_tiles<NV, T>(std::make_integer_sequence<int, MOST_ROWS>{});
     constexpr int R = rows_of(NV);
     for (int64_t e = 0, some; e < value_width; e += some) {
         some = next_rows(value_width - e, R);
+        ahead.fetch(some * keys * NV * W / (16 * LANES));
         tiles[some - 1](v + e, v_stride, p, keys, shrink, o + e * LANES);
     }
 }
 
 template <int NV>
-void rows_strip(const float *p, int64_t keys, int64_t lanes, const float *rows, int64_t stride, float *to) {
+void rows_strip(const float *p, int64_t keys, int64_t lanes, const float *rows, int64_t stride, float *to,
+                Ahead &ahead) {
     static constexpr auto tiles = rows_tiles<NV>(std::make_integer_sequence<int, MOST_ROWS>{});
     constexpr int R = rows_of(NV);
     for (int64_t j = 0, some; j < keys; j += some) {
         some = next_rows(keys - j, R);
+        ahead.fetch(some * NV * W / 16);
         tiles[some - 1](p + j * LANES, lanes, rows, stride, to + j * stride);
     }
 }
@@ -193,7 +218,7 @@ constexpr int64_t PIECE = W > 4 ? 96 : 32;  // (without FMA, products are rounde
 // s[j][lane] = k[j] . q[lane]; with `Max` also the running maximum, with `Where` also its key.
 template <bool Max, bool Where, class T>
 void scores(const T *k, int64_t k_stride, int64_t keys, const T *q, int64_t width, int first, int last, float *s,
-            float *top, int32_t *at, int32_t key) {
+            float *top, int32_t *at, int32_t key, Ahead ahead = {}) {
     const int64_t pieces = (width + PIECE - 1) / PIECE;
     over_lanes(first, last, [&](int lane, auto nv) {
         constexpr int NV = nv.value;
@@ -205,11 +230,12 @@ void scores(const T *k, int64_t k_stride, int64_t keys, const T *q, int64_t widt
             int32_t *places = Where ? at + lane : nullptr;
             if (i + 1 < pieces) {
                 if (i == 0)
-                    scores_strip<NV, false, false, false>(x, k_stride, keys, y, some, to, nullptr, nullptr, key);
-                else scores_strip<NV, true, false, false>(x, k_stride, keys, y, some, to, nullptr, nullptr, key);
+                    scores_strip<NV, false, false, false>(x, k_stride, keys, y, some, to, nullptr, nullptr, key, ahead);
+                else scores_strip<NV, true, false, false>(x, k_stride, keys, y, some, to, nullptr, nullptr, key, ahead);
             } else {
-                if (i == 0) scores_strip<NV, false, Max, Where>(x, k_stride, keys, y, some, to, tops, places, key);
-                else scores_strip<NV, true, Max, Where>(x, k_stride, keys, y, some, to, tops, places, key);
+                if (i == 0)
+                    scores_strip<NV, false, Max, Where>(x, k_stride, keys, y, some, to, tops, places, key, ahead);
+                else scores_strip<NV, true, Max, Where>(x, k_stride, keys, y, some, to, tops, places, key, ahead);
             }
             d = next;
         }
@@ -219,15 +245,17 @@ void scores(const T *k, int64_t k_stride, int64_t keys, const T *q, int64_t widt
 // o[e][lane] = o[e][lane] * shrink[lane] + sum_j v[j][e] p[j][lane]
 template <class T>
 void values(const T *v, int64_t v_stride, const T *p, int64_t keys, int64_t value_width, int first, int last,
-            const float *shrink, float *o) {
+            const float *shrink, float *o, Ahead ahead = {}) {
     over_lanes(first, last, [&](int lane, auto nv) {
-        values_strip<nv.value>(v, v_stride, p + lane, keys, value_width, shrink + lane, o + lane);
+        values_strip<nv.value>(v, v_stride, p + lane, keys, value_width, shrink + lane, o + lane, ahead);
     });
 }
 
 // to[j][x] += sum_i p[j][i] rows[i][x]. The rows of both have a stride of `width`, which is a multiple of W.
-inline void weigh_rows(const float *p, int64_t keys, int64_t lanes, const float *rows, int64_t width, float *to) {
-    over_lanes(0, (int)width, [&](int x, auto nv) { rows_strip<nv.value>(p, keys, lanes, rows + x, width, to + x); });
+inline void weigh_rows(const float *p, int64_t keys, int64_t lanes, const float *rows, int64_t width, float *to,
+                       Ahead ahead = {}) {
+    over_lanes(0, (int)width,
+               [&](int x, auto nv) { rows_strip<nv.value>(p, keys, lanes, rows + x, width, to + x, ahead); });
 }
 
 }  // namespace REGARD_NAMESPACE

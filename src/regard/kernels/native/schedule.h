@@ -65,10 +65,22 @@ const T *pack(const regard_args &a, const From *from, int64_t (&stride)[3], int6
     return to;
 }
 
+// The blocks of a team.
+struct Blocks {
+    Block block[TEAM];
+    int64_t count = 0;
+};
+
 // A team of blocks goes through the keys chunk by chunk, so that all but the first read a chunk from the L2 cache.
+// `next`: the team after it, as far as is known.
 template <bool Look, class T>
-void go_through(const regard_args &a, const Block *blocks, int64_t count) {
-    for (int64_t m = 0; m < count; m++) start<T>(a, blocks[m], team[m]);
+void go_through(const regard_args &a, const Blocks &now, const Blocks &next) {
+    const Block *blocks = now.block;
+    const int64_t count = now.count;
+    for (int64_t m = 0; m < count; m++) {
+        start<T>(a, blocks[m], team[m]);
+        team[m].upcoming = m < next.count ? next.block + m : nullptr;
+    }
     const int64_t step = count == 1 ? a.keys : CHUNK;
     for (int64_t j = 0; j < a.keys; j += step)
         for (int64_t m = 0; m < count; m++) advance<Look, T>(a, blocks[m], team[m], false, j, j + step);
@@ -89,6 +101,12 @@ void plain(const Work &work) {
     const regard_args &a = work.a;
     const int64_t heads = a.batch * a.heads, size = team_size<T>(work);
     const int64_t teams = (work.blocks + size - 1) / size;
+    const auto blocks_of = [&](int64_t i) {
+        Blocks blocks;
+        for (int64_t n = i % teams * size; i < heads * teams && blocks.count < size && n < work.blocks; n++)
+            blocks.block[blocks.count++] = work.block(i / teams, n);
+        return blocks;
+    };
     std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
     in_team(a.threads, [&] {
@@ -98,11 +116,13 @@ void plain(const Work &work) {
                 team[m].lay(a, false, 0);
                 team[m].s = team[0].s;  // buffers for one span are shared
             }
+            Blocks later;
+            int64_t guess = -1;  // the team that this thread is likely to take after this one, whose blocks are `later`
             for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < heads * teams;) {
-                const int64_t head = i / teams, first = i % teams * size, count = std::min(size, work.blocks - first);
-                Block blocks[TEAM];
-                for (int64_t m = 0; m < count; m++) blocks[m] = work.block(head, first + m);
-                go_through<false, T>(a, blocks, count);
+                const Blocks now = i == guess ? later : blocks_of(i);
+                guess = i + a.threads;
+                later = blocks_of(guess);
+                go_through<false, T>(a, now, later);
             }
         } catch (const std::bad_alloc &) {
             failed = true;
@@ -148,13 +168,16 @@ void looking(const Work &work) {
                 const Part part = part_at(i);
                 std::memset(sums + i * sums_size, 0, (size_t)sums_size * sizeof(float));
                 // Every parts-th block, so that expensive and cheap ones are balanced.
+                const auto blocks_from = [&](int64_t first) {
+                    Blocks blocks;
+                    for (int64_t b = first; blocks.count < size && b < work.blocks; b += parts)
+                        blocks.block[blocks.count++] = work.block(i / parts, b);
+                    return blocks;
+                };
                 for (int64_t b = i % parts; b < work.blocks; b += parts * size) {
-                    Block blocks[TEAM];
-                    int64_t count = 0;
-                    for (int64_t other = b; count < size && other < work.blocks; other += parts)
-                        blocks[count++] = work.block(i / parts, other);
-                    go_through<true, T>(a, blocks, count);
-                    for (int64_t m = 0; m < count; m++) look(a, blocks[m], team[m], part, cell);
+                    const Blocks blocks = blocks_from(b);
+                    go_through<true, T>(a, blocks, blocks_from(b + parts * size));
+                    for (int64_t m = 0; m < blocks.count; m++) look(a, blocks.block[m], team[m], part, cell);
                 }
             }
         } catch (const std::bad_alloc &) {

@@ -70,10 +70,22 @@ const ROLES = {
   local: ["#117733", "L"],
   "long-range": ["#999933", "R"],
   broad: ["#ddaa33", "B"],
+  "same word": ["#44aa99", "W"],
+  related: ["#bb5566", "M"],
+  retrieval: ["#994455", "F"],
+  sink: ["#888888", "_"],
+  "resting only": ["#999999", "0"],
 };
-const OTHER = ["#5b6470", "?"]; // a role that this page does not know
-const roleColour = (role) => (Object.hasOwn(ROLES, role) ? ROLES[role] : OTHER)[0];
-const roleSign = (role) => (Object.hasOwn(ROLES, role) ? ROLES[role] : OTHER)[1];
+const OFFSET = ["#4477aa", "±"]; // "offset -3" and the like
+const CLASS = ["#aa7744", "C"]; // a class of words: one word in the plural
+const RELATION = ["#663399", "§"]; // a relation of syntax: "determiner and noun"
+function roleLook(role) {
+  if (Object.hasOwn(ROLES, role)) return ROLES[role];
+  if (role.startsWith("offset ")) return OFFSET;
+  return role.includes(" ") ? RELATION : CLASS;
+}
+const roleColour = (role) => roleLook(role)[0];
+const roleSign = (role) => roleLook(role)[1];
 
 // Black or white, whichever has more contrast with a colour "#rrggbb" (relative luminance of WCAG).
 function inkOn(colour) {

@@ -177,11 +177,7 @@ class App {
   about(layer, head) {
     const role = layer.role(head);
     const measures = Object.entries(layer.measures).map(([name, values]) => `${name} ${number(values[head], 3)}`);
-    return [
-      `${layer.name}, head ${head}`,
-      role ? `${role.role} ${number(role.score, 3)} (equal weights ${number(role.baseline, 3)})` : "no role",
-      ...measures,
-    ].join("\n");
+    return [`${layer.name}, head ${head}`, role ? `${role.role}: ${role.words}` : "no role", ...measures].join("\n");
   }
 
   go(layer, head) {

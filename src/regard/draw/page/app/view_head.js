@@ -177,14 +177,7 @@ class HeadView {
         {},
         badge(role && role.role),
         role ? role.role : none,
-        role
-          ? element(
-              "small",
-              {},
-              ` ${number(role.score, 3)}; equal weights ${number(role.baseline, 3)}; `,
-              `least ${number(role.least, 3)}${also}`,
-            )
-          : null,
+        role ? element("small", {}, ` ${role.words}${also}`) : null,
       ),
     );
   }

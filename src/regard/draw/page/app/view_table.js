@@ -18,7 +18,7 @@ class TableView {
         kind: layer.kind,
         role: role ? role.role : "",
         score: role ? role.score : null,
-        also: role ? role.also.join(" ") : "",
+        also: role ? role.also.join(", ") : "",
       };
       for (const name of run.measures) row[name] = layer.measured(name, head) ?? null;
       return row;

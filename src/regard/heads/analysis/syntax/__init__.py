@@ -4,7 +4,8 @@ r"""Which heads follow grammar: how often the word that a head attends to most i
     a model ─ watch ─> weights between tokens ─ scores.py ─> weights between words ─> correct answers of each head
     these counts, and those of baselines that need no head ─ report.py ─> `Syntax`
 
-`texts.py` tokenizes sentences and maps tokens to words; `run.py` has `syntax`, which does all of it.
+`texts.py` tokenizes sentences and maps tokens to words; `run.py` has `syntax`, which does all of it; `coreference.py`
+asks about mentions alone.
 
 After Clark et al. 2019, "What Does BERT Look At? An Analysis of BERT's Attention": weights between words are summed
 over the tokens of the word attended to and averaged over the tokens of the word that attends; a head's answer is the
@@ -28,7 +29,8 @@ Letters: N tokens, n words, C heads of all layers, Q questions.
 >>> folder.cleanup()
 """
 
+from regard.heads.analysis.syntax.coreference import coreference
 from regard.heads.analysis.syntax.report import Role, Row, Syntax
 from regard.heads.analysis.syntax.run import syntax
 
-__all__ = ["Role", "Row", "Syntax", "syntax"]
+__all__ = ["Role", "Row", "Syntax", "coreference", "syntax"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import printable
+from regard.heads.analysis.intervals import interval
 from regard.heads.analysis.syntax.questions import COREFERENCE
 from regard.heads.analysis.syntax.scores import Key, Tally
 from regard.summary import in_columns
@@ -19,7 +19,6 @@ __all__ = ["ROLES", "Halves", "Role", "Row", "Syntax", "interval", "report"]
 
 LEAST = 50  # questions about a relation in each half; rarer ones are left out, for chance weighs too much in them
 MARGIN = 0.10  # a head is syntactic if it is this much better than the best offset (Voita et al. 2019)
-NORMAL = 1.96  # standard deviations to each side of a 95 % interval
 
 Halves = tuple[Tally, Tally]  # the texts on which heads are chosen, and those on which they are reported
 
@@ -45,6 +44,13 @@ ROLES = {
     "mark": "conjunction and clause",
     "cc": "coordinator and conjunct",
     "conj": "conjuncts",
+    "obl": "oblique and verb",
+    "nmod": "modifier and noun",
+    "xcomp": "complement and verb",
+    "ccomp": "clause and verb",
+    "advcl": "adverbial clause and verb",
+    "acl": "clause and noun",
+    "appos": "apposition and noun",
     "acl:relcl": "relative clause",
     "rcmod": "relative clause",
 }
@@ -62,8 +68,8 @@ class Row:
         accuracy: the share of words whose largest weight is on a correct word.
         low, high: its 95 % interval, by Wilson's formula for `n` words.
         n: number of questions.
-        baseline: the accuracy of the word at the best `offset`; for coreference, where `offset` is None, of the nearest
-            mention.
+        baseline: the accuracy of the word at the best `offset`; if that is None, of the nearest mention (coreference; a
+            kind of it, such as "coreference:pronoun", has the better of both).
         shuffled: the accuracy of the best head of the model with shuffled weights.
         role: what such a head is called, if it is syntactic; else None.
     """
@@ -157,19 +163,6 @@ class Syntax:
         return "; ".join(notes) + "\n" + in_columns([TITLES, *(row.cells() for row in self.rows)], left=WORDS)
 
 
-def interval(accuracy: float, n: int) -> tuple[float, float]:
-    """The 95 % confidence interval of an accuracy over `n` questions (Wilson 1927).
-
-    >>> low, high = interval(0.5, 100)
-    >>> round(low, 3), round(high, 3)
-    (0.404, 0.596)
-    """
-    z = NORMAL**2 / n
-    middle = (accuracy + z / 2) / (1 + z)
-    half = math.sqrt(accuracy * (1 - accuracy) * z + z * z / 4) / (1 + z)
-    return middle - half, middle + half
-
-
 def report(
     heads: Sequence[tuple[str, int]],
     trained: Halves,
@@ -207,7 +200,7 @@ def _rows(heads: Sequence[tuple[str, int]], key: Key, trained: Halves, shuffled:
     end of their interval has the margin on the second half too. (On one half alone some heads have it by luck.)
     """
     relation, direction = key
-    offset = None if relation == COREFERENCE else trained[0].best_offset(key)
+    offset = _offset(key, trained[0])
     baselines = [half.baseline(key, offset) for half in trained]
     by_chance = float(shuffled[1].accuracies(key)[shuffled[0].accuracies(key).argmax()])
     chosen, reported = (half.accuracies(key) for half in trained)
@@ -237,3 +230,13 @@ def _rows(heads: Sequence[tuple[str, int]], key: Key, trained: Halves, shuffled:
         for i in {best, *has_role.nonzero().flatten().tolist()}
     }
     return rows[best], list(rows.values())
+
+
+def _offset(key: Key, chosen: Tally) -> int | None:
+    """The offset of the baseline; None if it is the nearest candidate: for coreference, and for a kind of it
+    ("coreference:pronoun") if no offset is better."""
+    offset = chosen.best_offset(key)
+    name, _, kind = key[0].partition(":")
+    if name != COREFERENCE:
+        return offset
+    return offset if kind and chosen.baseline(key, offset) > chosen.baseline(key, None) else None

@@ -23,7 +23,7 @@ from regard.heads.analysis.syntax.questions import (
     questions_from_pairs,
 )
 from regard.heads.analysis.syntax.report import Halves, Syntax, report
-from regard.heads.analysis.syntax.scores import Tally, word_weights
+from regard.heads.analysis.syntax.scores import Tally, without_sinks, word_weights
 from regard.heads.analysis.syntax.texts import (
     TokenizedText,
     batches_of_one_length,
@@ -37,7 +37,16 @@ from regard.heads.progress import track
 from regard.heads.watch import watch
 from regard.heads.watch_all import evaluating
 
-__all__ = ["syntax"]
+__all__ = [
+    "PASSAGE",
+    "check_arguments",
+    "context_of",
+    "count_answers",
+    "find_tokenizer",
+    "random_halves",
+    "shuffled_copy",
+    "syntax",
+]
 
 PASSAGE = 256  # coreference crosses sentences: a document is read in passages of at most so many tokens
 
@@ -59,10 +68,12 @@ def syntax(
     the other half. Two baselines are chosen and reported in the same way: the best fixed offset ("the next word"), and
     the best head of the same model with the entries of each weight matrix shuffled. A head is syntactic, and has a
     role, if the low end of its 95 % interval is at least 10 points over the best offset (Voita et al. 2019), and over
-    the shuffled model. Heads other than the best need the margin on both halves. Special tokens and the first token are
-    no candidates. Heads of a decoder, and offsets beside them, are asked only what has an answer before the word.
+    the shuffled model. Heads other than the best need the margin on both halves. Special tokens, the first token and
+    other sinks of a head are no candidates. Heads of a decoder, and offsets beside them, are asked only what has an
+    answer before the word.
     Coreference, if the file marks entities (CorefUD's brackets): the share of mentions whose head word attends most,
     among the head words of earlier mentions, to an antecedent; its baseline is the nearest mention.
+    `heads.coreference` tells pronouns and nouns apart.
 
     Args:
         model: any torch model that `regard.watch` sees, called with ids (B, N) alone. It is left as it is; a copy with
@@ -76,24 +87,24 @@ def syntax(
         pairs: coreference within sentences, instead of the file's: for each sentence a list of (head word of a mention,
             head words of its antecedents, head words of all candidates), words numbered from 0.
     """
-    _check(model, batch_size, seed)
-    tokenizer = _tokenizer(model, tokenizer)
+    check_arguments(model, batch_size, seed)
+    tokenizer = find_tokenizer(model, tokenizer)
     sentences = treebank.read(path, limit)
     if not sentences:
         raise bad_value(os.fspath(path), expected="at least one sentence", received="none")
-    texts, halves, counts = _texts(tokenizer, sentences, pairs, _context(model, tokenizer), seed)
+    texts, halves, counts = _texts(tokenizer, sentences, pairs, context_of(model, tokenizer), seed)
     batches = batches_of_one_length(texts, batch_size)
     others = questions_of_others(texts[: counts["sentences"]])
     with evaluating(model):
-        heads, trained, crossed = _count(model, texts, halves, track(batches, "heads", progress), others)
-        random = _shuffled(model, seed)
-    _, shuffled, _ = _count(random, texts, halves, track(batches, "heads, shuffled", progress))
+        heads, trained, crossed = count_answers(model, texts, halves, track(batches, "heads", progress), others)
+        random = shuffled_copy(model, seed)
+    _, shuffled, _ = count_answers(random, texts, halves, track(batches, "heads, shuffled", progress))
     result = report(heads, trained, shuffled, counts=counts)
     return replace(result, crossed=len(report(heads, crossed, shuffled).syntactic))
 
 
-def _check(model: nn.Module, batch_size: int, seed: int) -> None:
-    """Raise if the arguments are not what `syntax` takes."""
+def check_arguments(model: nn.Module, batch_size: int, seed: int) -> None:
+    """Raise if the arguments are not what `syntax` and `coreference` take."""
     if not isinstance(model, nn.Module):
         raise bad_type("model", expected="a torch.nn.Module", received=type(model).__name__)
     if "decoder_input_ids" in inspect.signature(model.forward).parameters:
@@ -110,7 +121,7 @@ def _check(model: nn.Module, batch_size: int, seed: int) -> None:
             raise bad_value(what, expected=f"an integer, at least {least}", received=value)
 
 
-def _tokenizer(model: nn.Module, tokenizer: Any) -> Any:
+def find_tokenizer(model: nn.Module, tokenizer: Any) -> Any:
     """The tokenizer that was passed, or the model's own."""
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     if tokenizer is None:
@@ -123,7 +134,7 @@ def _tokenizer(model: nn.Module, tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _context(model: nn.Module, tokenizer: Any) -> float:
+def context_of(model: nn.Module, tokenizer: Any) -> float:
     """How many tokens a model reads at once."""
     config = getattr(model, "config", None)
     limits = [*(getattr(config, name, None) for name in CONTEXT_LENGTHS), getattr(tokenizer, "model_max_length", None)]
@@ -147,16 +158,16 @@ def _texts(
         "sentences longer than the model reads": len(alone) - len(texts),
         "words without a token": sum(text.words - len(set(text.words_of_tokens) - {-1}) for text in texts),
     }
-    halves = _halves(len(texts), seed)
+    halves = random_halves(len(texts), seed)
     if pairs is None and any(sentence.mentions for sentence in sentences):
         lengths = ((sentence, len(text.ids)) for sentence, text in fitting)
         read_together = list(passages(lengths, min(longest, PASSAGE)))
         texts += [tokenized(tokenizer, p, coreference_questions(mention_heads(p))) for p in read_together]
-        halves += _halves(len(read_together), seed)
+        halves += random_halves(len(read_together), seed)
     return texts, halves, counts
 
 
-def _halves(count: int, seed: int) -> list[int]:
+def random_halves(count: int, seed: int) -> list[int]:
     """A random half, 0 or 1, for each of `count` texts."""
     return [place % 2 for place in torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()]
 
@@ -173,7 +184,7 @@ def _attention_maps(model: nn.Module, ids: Tensor) -> Iterator[tuple[str, Tensor
                 yield name, weights
 
 
-def _count(
+def count_answers(
     model: nn.Module,
     texts: Sequence[TokenizedText],
     halves: Sequence[int],
@@ -199,13 +210,15 @@ def _count(
             weights = torch.cat(layers)  # (C, n, n)
             if texts[i].first_word >= 0:
                 weights[..., texts[i].first_word] = 0.0
+            if all(question.candidates is None for question in texts[i].questions):  # (antecedents may be sinks)
+                weights = without_sinks(weights)
             tallies[halves[i]].add(weights, texts[i].questions)
             if i < len(others):
                 crossed[halves[i]].add(weights, others[i])
     return heads, tallies, crossed
 
 
-def _shuffled(model: nn.Module, seed: int) -> nn.Module:
+def shuffled_copy(model: nn.Module, seed: int) -> nn.Module:
     """A copy of a model with the entries of each weight matrix in random order: of the same size, with nothing
     learned."""
     shuffled = copy.deepcopy(model)

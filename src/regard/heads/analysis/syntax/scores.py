@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from regard.heads.analysis.evidence import LEAST_QUERIES, SINK
 from regard.heads.analysis.syntax.questions import Question
 
-__all__ = ["Key", "Tally", "answered", "word_weights"]
+__all__ = ["Key", "Tally", "answered", "without_sinks", "word_weights"]
 
 Key = tuple[str, str]  # a relation and a direction
 
@@ -38,6 +39,25 @@ def word_weights(weights: Tensor, words_of_tokens: Sequence[int], words: int) ->
     word_of_token = torch.tensor(words_of_tokens, device=weights.device)
     belongs = (word_of_token == torch.arange(words, device=weights.device)[:, None]).to(weights.dtype)  # (n, N)
     return belongs / belongs.sum(1, keepdim=True).clamp(min=1) @ (weights @ belongs.mT)
+
+
+def without_sinks(weights: Tensor) -> Tensor:
+    """Weights between words with 0 for each head's sinks: words that take over 0.3 of the mass, on average over the
+    words that may see them, of which there are at least 8. A head rests there, so it is no answer.
+
+    Args:
+        weights: (C, n, n).
+
+    >>> weights = torch.eye(9)
+    >>> weights[2:, 1] = 1.0  # all words but the first attend to word 1
+    >>> without_sinks(weights[None])[0].nonzero().tolist() == [[i, i] for i in range(9) if i != 1]
+    True
+    """
+    n = weights.shape[-1]
+    causal = not bool(weights.triu(1).any())
+    seeing = torch.arange(n, 0, -1, device=weights.device) if causal else torch.full((n,), n, device=weights.device)
+    sinks = (weights.sum(-2) > SINK * seeing) & (seeing >= LEAST_QUERIES)  # (C, n)
+    return weights.masked_fill(sinks[:, None], 0.0)
 
 
 def answered(weights: Tensor, questions: Sequence[Question]) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value
-from regard.heads.interventions.ablate import Head
+from regard.heads.interventions.head_choice import Head
 from regard.heads.interventions.prune.readers import read_attention
 from regard.heads.interventions.prune.selection import selected
 from regard.heads.interventions.prune.sizes import AttentionSizes, HeadKind

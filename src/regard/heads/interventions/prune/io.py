@@ -9,7 +9,7 @@ from typing import Any
 
 from regard import models
 from regard.errors import bad_type, bad_value, missing_extra
-from regard.heads.interventions.ablate import Heads, by_layer, head_numbers
+from regard.heads.interventions.head_choice import Heads, by_layer, head_numbers
 from regard.heads.interventions.prune.edit import prune
 from regard.models.base import TextModel
 from regard.models.fields import LAYERS, WIDTH, integer, several, word

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from regard.errors import bad_type, bad_value
-from regard.heads.interventions.ablate import Head, by_layer, head_numbers, is_heads
+from regard.heads.interventions.head_choice import Head, by_layer, head_numbers, is_heads
 from regard.heads.module_names import OUTPUT_PROJECTIONS, separate_projections
 from regard.layer import MultiHeadAttention
 from regard.layouts.swap import SplitAttention

@@ -1,19 +1,20 @@
-"""Probes with known answers: repeated random tokens, which can be predicted only by attending to the first copy."""
+"""Repeated random tokens, which can be predicted only by attending to the first copy: induction and duplicate heads."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from regard.errors import bad_value
-from regard.heads.module_names import VOCABULARY_SIZES
+from regard.errors import bad_type, bad_value
+from regard.heads.analysis.probes.inputs import device_of, special_prefix, token_ids, tokenizer_of, vocabulary_size
 from regard.heads.record.record import Record
 from regard.heads.watch import watch
 from regard.heads.watch_all import evaluating
 
-__all__ = ["induction", "repeated"]
+__all__ = ["induction", "repeated", "texts_or_random_tokens"]
 
 
 def repeated(
@@ -55,27 +56,35 @@ def induction(
         first: a token that every text begins with, such as the model's BOS token.
         options: further arguments of the model's forward.
     """
-    ids = repeated(_vocabulary(model), length=length, batch=batch, first=first, seed=seed)
-    device = next(model.parameters()).device
+    ids = repeated(vocabulary_size(model), length=length, batch=batch, first=first, seed=seed)
     measures = ["induction", "duplicate", "previous", "entropy", "on_first", "distance", "offsets", "received"]
     with evaluating(model), torch.no_grad(), watch(model, measures=measures) as seen:
-        model(ids.to(device), **options)
+        model(ids.to(device_of(model)), **options)
     return seen
 
 
-def _vocabulary(model: nn.Module) -> int:
-    """The size of a model's vocabulary, from its configuration or its embedding."""
-    config = getattr(model, "config", None)
-    for name in VOCABULARY_SIZES:
-        size = getattr(config, name, None)
-        if isinstance(size, int):
-            return size
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            return module.num_embeddings
-    raise bad_value(
-        "model",
-        expected="one with an embedding of tokens",
-        received=type(model).__name__,
-        remedy="watch(model) on heads.probes.repeated(...)",
-    )
+def texts_or_random_tokens(
+    model: nn.Module, texts: Sequence[str | Tensor] | None, length: int, seeds: Sequence[int], tokenizer: Any
+) -> list[tuple[str, Tensor]]:
+    """What each text of a probe is called, and its token ids (N,); without texts, repeated random tokens."""
+    if texts is None:
+        size = vocabulary_size(model)
+        drawn = [
+            (f"random tokens, seed {seed}", repeated(size, length=length, batch=1, seed=seed)[0]) for seed in seeds
+        ]
+        if not drawn:
+            raise bad_value("seeds", expected="one at least", received="none")
+        return drawn
+    if isinstance(texts, (str, Tensor)) or not len(texts):
+        raise bad_type("texts", expected="a list of texts or of token ids (N,)", received=type(texts).__name__)
+    rows: list[tuple[str, Tensor]] = []
+    for i, text in enumerate(texts):
+        if isinstance(text, str):
+            found = tokenizer_of(model, tokenizer)
+            if found is None:
+                raise bad_value("tokenizer", expected="one, for the model has none of its own", received="none")
+            text = torch.tensor(special_prefix(found) + token_ids(found, text))
+        if not isinstance(text, Tensor) or text.dim() != 1 or text.is_floating_point():
+            raise bad_type(f"texts[{i}]", expected="a text or token ids (N,)", received=type(text).__name__)
+        rows.append((f"texts[{i}]", text))
+    return rows

@@ -1,0 +1,89 @@
+"""Plans of measured calls: what `plans.py` does for `attend`, for the layers of a model that is watched.
+
+    measured = repeat(call, run, output)     output and log-sum-exp, where there is a plan for such a call
+    keep(call, run, out)                     else make one, of the call as it was computed
+
+A plan is kept with what the run shares (`MeasureRun.kept`): other layers of the same forward, with the same tokens and
+mask. Only addresses differ between them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch import get_num_threads as num_threads
+
+from regard.kernels import native, plans
+from regard.kernels import native_library as library
+from regard.kernels.call import Call
+from regard.kernels.native_statistics import NO_STATISTICS, Statistics
+from regard.measures import MeasureRun
+
+__all__ = ["keep", "repeat"]
+
+_STATISTICS = struct.Struct(f"{len(NO_STATISTICS)}q")  # the last fields of `native_library.CALL`
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPlan:
+    """A measured call as C reads it, without the addresses of q, k, v and of what it writes."""
+
+    found: tuple[library.Library | None, str | None] | None  # the library that was in use
+    function: Callable[[bytes], int]
+    before: bytes  # what stands before the addresses of q, k, v, out and lse
+    after: bytes  # from there to the statistics
+    statistics: Statistics
+    strides: tuple[int, ...]  # of the output
+
+
+def repeat(call: Call, run: MeasureRun, output: bool) -> tuple[Tensor | None, Tensor] | None:
+    """Output and log-sum-exp of a call that has a plan, with its statistics handed to the run; else None."""
+    key = _key(call, run, output)
+    plan = None if key is None or run.kept is None else run.kept.get(key)
+    if plan is None or plan.found is not library._found:
+        return None
+    q = call.q
+    shape = (*q.shape[:3], call.v.shape[3])
+    out = q.new_empty_strided(shape, plan.strides) if output else None
+    lse = q.new_empty(shape[:3], dtype=torch.float32)
+    block = plan.statistics.new_block()
+    addresses = plans.pack(
+        q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), 0 if out is None else out.data_ptr(), lse.data_ptr()
+    )
+    fields = _STATISTICS.pack(*plan.statistics.packed(block))
+    library.raise_for(plan.function(plan.before + addresses + plan.after + fields))
+    native.hand_over(plan.statistics, block, run)
+    return out, lse
+
+
+def keep(call: Call, run: MeasureRun, out: Tensor | None, lse: Tensor) -> None:
+    """Make a plan of a call that was computed, for the next one like it; if the native kernel computed it, and reads
+    all tensors of the call where they are."""
+    key, loaded = _key(call, run, out is not None), library.load()
+    if key is None or run.kept is None or run.sees_all is None or loaded is None:
+        return
+    if any(native._in_rows(x) is not x for x in (call.q, call.k, call.v)) or not plans._in_place(call):
+        return
+    packed = native._packed(call, out, lse).call
+    before, after = packed[: plans._FIRST], packed[plans._LAST : -_STATISTICS.size]
+    strides = () if out is None else out.stride()
+    statistics = Statistics.of(call, run)
+    run.kept[key] = MeasuredPlan(library._found, loaded.handle.regard_attention, before, after, statistics, strides)
+
+
+def _key(call: Call, run: MeasureRun, output: bool) -> Hashable | None:
+    """Everything that the result depends on, but for numbers in memory; None where there is no plan."""
+    if run.kept is None or call.biases or call.sinks is not None or call.dropout is not None:
+        return None
+    q, k, v = call.q, call.k, call.v
+    if not q.is_cpu or q.is_neg() or k.is_neg() or v.is_neg() or not call.contiguous:
+        return None
+    mask = None if call.mask is None else plans._mask_key(call.mask, learns=False)
+    if mask is None and call.mask is not None:
+        return None
+    shapes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype
+    return shapes, call.scale, call.softcap, call.q_start, mask, output, num_threads(), library.instruction_set

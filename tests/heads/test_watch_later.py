@@ -1,0 +1,103 @@
+"""What a watch measured is in memory as the kernel wrote it, and becomes measures when it is read."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import regard
+from regard.kernels import native_library as library
+from regard.masks import Causal
+from regard.measures import Measurements
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="other kernels hand out strips")
+
+B, N, W, H = 2, 11, 24, 3
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(5, W)
+        self.layers = nn.ModuleList(regard.MultiHeadAttention(W, H) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = x + layer(x, mask=Causal())
+        return x
+
+
+def watched(ids: Tensor, **options: Any) -> regard.Record:
+    model = Model()
+    with torch.no_grad(), regard.watch(model, **options) as seen:
+        model(ids)
+    return seen
+
+
+def read(seen: regard.Record) -> list[dict[str, Any]]:
+    return [dict(layer.values) for layer in seen]
+
+
+def same(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> bool:
+    pairs = [(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one.values(), other.values(), strict=True)]
+    return all(torch.equal(x, y) for x, y in pairs)
+
+
+def is_pending(seen: regard.Record) -> bool:
+    return not any(isinstance(layer.text.pieces[0].measurements, Measurements) for layer in seen)
+
+
+def test_nothing_is_computed_until_it_is_read() -> None:
+    seen = watched(torch.randint(0, 5, (B, N)))
+    assert is_pending(seen)
+    read(seen)
+    assert not is_pending(seen)
+
+
+def test_ids_that_are_written_over_afterwards_do_not_matter() -> None:
+    ids = torch.randint(0, 5, (B, N))
+    expected = watched(ids.clone())
+    counts = expected[0].counts
+    seen = watched(ids)
+    ids.zero_()
+    assert same(read(seen), read(expected))
+    assert all(torch.equal(seen[0].counts[name], count) for name, count in counts.items())
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_inference_mode_ends_before_or_after_reading(inside: bool) -> None:
+    ids = torch.randint(0, 5, (B, N))
+    expected = read(watched(ids))
+    with torch.inference_mode():
+        seen = watched(ids)
+        values = read(seen) if inside else None
+    assert same(values or read(seen), expected)
+
+
+def test_a_record_keeps_no_values_alive() -> None:
+    model, ids, values = Model(), torch.randint(0, 5, (B, N)), []
+    for layer in model.layers:
+        layer.register_forward_pre_hook(lambda module, inputs: values.append(weakref.ref(inputs[0])))
+    with torch.no_grad(), regard.watch(model) as seen:
+        model(ids)
+    gc.collect()
+    assert is_pending(seen)
+    assert all(x() is None for x in values)
+
+
+def test_a_record_can_be_copied_and_pickled_before_it_is_read() -> None:
+    seen = watched(torch.randint(0, 5, (B, N)))
+    copied, pickled = copy.deepcopy(seen), pickle.loads(pickle.dumps(seen))
+    assert is_pending(seen)
+    expected = read(seen)
+    assert same(read(copied), expected)
+    assert same(read(pickled), expected)

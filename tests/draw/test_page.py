@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 import regard
 from regard.draw.page import as_json, document, notebook, page, scenes
-from regard.draw.page.pack import codes, decoded, packed, plan, step
+from regard.draw.page.numbers import codes, decoded, step
+from regard.draw.page.pack import packed, plan
 from regard.heads import Record
 
 

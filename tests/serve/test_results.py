@@ -11,7 +11,7 @@ from serve.serving import LONG, WORDS, live, served, tiny, values
 
 from regard import models
 from regard.draw.look import read
-from regard.draw.page.pack import step
+from regard.draw.page.numbers import step
 from regard.serve.requests import Limits, LookRequest
 from regard.serve.results import run_look, tensor_bytes
 

@@ -38,6 +38,7 @@ class Panel:
     keys: Labels
     measures: dict[str, Tensor] = field(default_factory=dict)  # one number for each head: (H,)
     roles: list[Role] = field(default_factory=list)  # one for each head; empty for cross attention
+    aside: Tensor | None = None  # (H, M) True for keys of a head's resting place; None if it is not known
 
     @property
     def name(self) -> str:
@@ -185,6 +186,8 @@ class Scene:
                 kept = layer.text is not None and layer.text.keeps_calls()  # else the evidence was taken before
                 words = role_tokens[layer.name] if kept else None
                 panel.roles = list(roles(record.subset([layer.name]), words, shared=shared))
+                aside = shared.aside.get(layer.name)
+                panel.aside = None if aside is None else aside[item, :, cols.start : cols.stop].cpu()
             self.panels.append(panel)
 
     def __len__(self) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from regard.draw.look import read
-from regard.draw.page.pack import Packed, codes, packed
+from regard.draw.page.numbers import codes
+from regard.draw.page.pack import Packed, packed
 from regard.draw.scene import Panel, Scene
 from regard.errors import bad_value
 from regard.models.base import tokenizing

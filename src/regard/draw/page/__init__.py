@@ -21,7 +21,7 @@ from regard.heads import Record
 
 __all__ = ["document", "notebook", "page", "policy", "scenes"]
 
-STYLES = ("base", "views", "narrow")  # in this order: a later rule wins
+STYLES = ("base", "views", "story", "words", "flow", "compare", "narrow")  # in this order: a later rule wins
 # In this order: a file may use what stands in those before it.
 SCRIPTS = (
     "dom",
@@ -31,11 +31,15 @@ SCRIPTS = (
     "picture",
     "map",
     "links",
+    "glossary",
+    "view_story",
     "view_model",
     "view_head",
+    "view_words",
     "view_flow",
     "view_table",
     "view_compare",
+    "tour",
     "save",
     "live",
     "main",

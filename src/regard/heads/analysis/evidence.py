@@ -67,11 +67,13 @@ class Evidence:
         resting: (5, H): the number of queries, and their mass on the first token, on special tokens, on sinks
             elsewhere, and on what is left.
         output: (2, H): the norm-weighted output of all keys, and of those that are set aside.
+        aside: (B, H, M) True for the keys that were set aside, of one text; None of several, or of a file.
     """
 
     roles: dict[str, Tensor]
     resting: Tensor
     output: Tensor
+    aside: Tensor | None = None
 
     def __add__(self, other: Evidence) -> Evidence:
         names = dict.fromkeys([*self.roles, *other.roles])
@@ -123,7 +125,8 @@ def evidence_of(text: SequenceRecord, facts: TokenFacts, shared: dict[Any, Any] 
         pairs = zip(of_classes.values["tokens"].unbind(-1), of_classes.uniform["tokens"].unbind(-1), strict=True)
         roles |= {name: of_classes.sums(*pair) for name, pair in zip(names, pairs, strict=True)}
     resting = _resting(plain, found, counts)
-    return Evidence(roles, resting, reader.output(received, hidden))
+    aside = hidden.expand(reader.batch, reader.heads, -1)
+    return Evidence(roles, resting, reader.output(received, hidden), aside)
 
 
 def _copies(text: SequenceRecord) -> list[Measure]:

@@ -27,6 +27,13 @@ class Run {
     this.roles = [...new Set(this.layers.flatMap((layer) => layer.roles.map((role) => role && role.role)))]
       .filter(Boolean)
       .sort();
+    this.story = meta.story || null;
+  }
+
+  // The layer and head to begin with: the first of the story.
+  get best() {
+    const card = this.story && this.story.cards[0];
+    return card ? [card.layer, card.head] : [0, 0];
   }
 
   // A measure of all heads that have it.
@@ -110,6 +117,17 @@ class Layer {
 
   role(head) {
     return this.roles[head] || null;
+  }
+
+  // The share of a head's mass on its resting place, from 0 to 1; undefined if it is not known.
+  rests(head) {
+    return (this.rest && this.rest.share[head]) ?? undefined;
+  }
+
+  // The keys of a head's resting place; null if they are not known.
+  aside(head) {
+    if (!this.rest || !this.rest.keys) return null;
+    return new Set([...this.rest.keys, ...(this.rest.more[head] || [])]);
   }
 
   // A measure of a head; undefined if it was not measured in this layer, or is NaN.

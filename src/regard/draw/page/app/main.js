@@ -1,8 +1,10 @@
 // The page: which view is shown, of which head; keys; themes.
 
 const VIEWS = [
+  ["story", "Story", StoryView],
   ["model", "Model", ModelView],
   ["head", "Head", HeadView],
+  ["words", "Words", WordsView],
   ["flow", "Flow", FlowView],
   ["table", "Table", TableView],
   ["compare", "Compare", CompareView],
@@ -37,8 +39,8 @@ class App {
     if (!first)
       this.state.set({
         run: 0,
-        layer: 0,
-        head: 0,
+        layer: -1,
+        head: -1,
         q: -1,
         k: -1,
         zoom: "",
@@ -56,11 +58,14 @@ class App {
   }
 
   get layer() {
-    return this.run.layers[clamp(this.state.layer, 0, this.run.layers.length - 1)];
+    const wanted = this.state.layer < 0 ? this.run.best[0] : this.state.layer;
+    return this.run.layers[clamp(wanted, 0, this.run.layers.length - 1)];
   }
 
+  // Where none was chosen, the clearest head of the text.
   get head() {
-    return clamp(this.state.head, 0, this.layer.heads - 1);
+    const best = this.state.layer < 0 ? this.run.best[1] : 0;
+    return clamp(this.state.head < 0 ? best : this.state.head, 0, this.layer.heads - 1);
   }
 
   get view() {
@@ -235,7 +240,7 @@ class App {
     let dialog = document.getElementById("keys");
     if (!dialog) {
       const lines = [
-        ["1 … 5", "views"],
+        [`1 … ${VIEWS.length}`, "views"],
         ["← → or [ ]", "previous and next head"],
         ["{ }", "layer before and after"],
         ["arrows, in a map", "from cell to cell"],

@@ -8,8 +8,9 @@ class Picture {
   }
 
   // One head's map; words instead of pieces and without special tokens, if it is not pooled.
-  static of(layer, head, { words = false, specials = true } = {}) {
-    const values = layer.matrix(head);
+  static of(layer, head, { words = false, specials = true, aside = false } = {}) {
+    const keys = aside && !layer.pooled ? layer.aside(head) : null;
+    const values = keys ? withoutKeys(layer.matrix(head), layer.map.shape[2], keys) : layer.matrix(head);
     const [, rows, cols] = layer.map.shape;
     if (layer.pooled)
       return new Picture(
@@ -27,7 +28,9 @@ class Picture {
     const [r, c] = [groups(layer.queries), groups(layer.keys)];
     const unchanged = r.length === rows && c.length === cols;
     const shown = unchanged ? values : gathered(values, cols, r, c);
-    return new Picture(layer, head, r, c, shown, largest(shown));
+    const picture = new Picture(layer, head, r, c, shown, largest(shown));
+    if (keys) picture.growth = growths(layer.matrix(head), cols, keys);
+    return picture;
   }
 
   // a - b, where both have the same units.
@@ -49,7 +52,9 @@ class Picture {
     if (this.layer.pooled) return this.layer.cell(this.head, i, j).step;
     let total = 0;
     const [[r0, r1], [c0, c1]] = [this.rows[i], this.cols[j]];
-    for (let r = r0; r < r1; r++) for (let c = c0; c < c1; c++) total += this.layer.cell(this.head, r, c).step;
+    for (let r = r0; r < r1; r++)
+      for (let c = c0; c < c1; c++)
+        total += this.layer.cell(this.head, r, c).step * (this.growth ? this.growth[r] : 1);
     return total / (r1 - r0);
   }
 
@@ -78,6 +83,21 @@ class Picture {
     const found = largestOf(this.values, count, this.signed ? Math.abs : undefined);
     return found.map((i) => [Math.floor(i / this.cols.length), i % this.cols.length, this.values[i]]);
   }
+}
+
+// By how much the weights of each row grow when some keys are set aside: 1 over what is left; 0 if nothing is.
+function growths(values, width, keys) {
+  return range(values.length / width).map((i) => {
+    let left = 0;
+    for (let j = 0; j < width; j++) if (!keys.has(j)) left += values[i * width + j];
+    return left > 0 ? 1 / left : 0;
+  });
+}
+
+// Weights (rows, width) without some keys, renormalised.
+function withoutKeys(values, width, keys) {
+  const growth = growths(values, width, keys);
+  return values.map((value, i) => (keys.has(i % width) ? 0 : value * growth[Math.floor(i / width)]));
 }
 
 const tokenAt = (place, cells, count) => clamp(Math.floor((place * count) / cells), 0, count - 1);

@@ -1,0 +1,1 @@
+// The guided tour: ten short steps that drive the page.

@@ -36,6 +36,10 @@ def look(
         list[str] | None, typer.Option(help="Compare with the model without this head, as layer.head; may be repeated.")
     ] = None,
     against: Annotated[str | None, typer.Option(help="Compare with another text.")] = None,
+    treebank: Annotated[
+        Path | None,
+        typer.Option(help="A CoNLL-U file: if it has the text, relations of syntax are checked by its tree."),
+    ] = None,
     dtype: Dtype = None,
     check: Check = True,
 ) -> None:
@@ -52,7 +56,9 @@ def look(
 
     def read(text: str) -> lens.Record:
         with progress_bar("Looking") as progress:
-            return draw.read(loaded, None, text, generate=new_tokens, progress=progress)
+            seen = draw.read(loaded, None, text, generate=new_tokens, progress=progress)
+        seen.treebank = treebank
+        return seen
 
     seen = read(first)
     draw.terminal(seen, layer=layer, head=head)

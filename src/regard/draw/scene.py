@@ -79,6 +79,10 @@ class Panel:
     def _weights(self, head: int | None, rows: slice | None = None, cols: slice | None = None) -> Tensor:
         return self.layer.weights(head, _within(self.rows, rows), _within(self.cols, cols), batch=self.item)
 
+    def weights_of_all(self) -> Tensor:
+        """Exact weights of all heads, (H, N, M): for short texts."""
+        return self._weights(None).float().cpu()
+
     def links(self, count: int) -> tuple[Tensor, Tensor]:
         """The keys (H, N, count) with the largest weights of each query, and those weights; 0 where there are fewer."""
         if self.unpadded:

@@ -32,6 +32,7 @@ SCRIPTS = (
     "map",
     "links",
     "glossary",
+    "effects",
     "view_story",
     "view_model",
     "view_head",

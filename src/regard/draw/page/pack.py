@@ -19,6 +19,7 @@ from torch import Tensor
 
 from regard.draw.page.flow import flow, vector_numbers
 from regard.draw.page.numbers import Blob, round_to, rounded
+from regard.draw.page.telling import telling
 from regard.draw.scene import Panel, Scene
 from regard.heads import Role
 from regard.heads.analysis.labels import Labels
@@ -110,7 +111,8 @@ def packed(
             layers.append(meta)
             if progress is not None:
                 progress((number + len(layers) / len(scene)) / len(scenes))
-        result.meta["runs"].append({"name": name, "texts": [_text(labels) for labels in texts], "layers": layers})
+        run = {"name": name, "texts": [_text(labels) for labels in texts], "layers": layers}
+        result.meta["runs"].append(run | telling(scene))
     return result
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from regard.draw.scene import Panel, Scene
-from regard.draw.sentences import sentences
+from regard.draw.story import story
 from regard.draw.terminal.maps import GAP, LABEL, Block, HeadMap, beside, gallery, head_maps, map_lines, numbered
 from regard.draw.terminal.screen import EDGES, Screen, checked_width, colour_depth
 from regard.errors import bad_type, bad_value
@@ -356,8 +356,11 @@ def _chosen(scene: Scene, by_role: dict[str, list[tuple[int, int]]], small: list
 
 def _in_words(scene: Scene, screen: Screen) -> list[str]:
     """The clearest head of each kind of role, in sentences."""
-    told = [line for one in sentences(scene) for line in _wrapped(one.text(scene), screen)]
-    return ["What the heads do:", *told] if told else []
+    told = story(scene)
+    lines = [line for card in told.cards for line in _wrapped(card.text(scene), screen)]
+    if not lines:
+        return []
+    return ["What the heads do:", *lines, *(line for absent in told.absent for line in _wrapped(absent, screen))]
 
 
 def _role_table(scene: Scene, by_role: dict[str, list[tuple[int, int]]], screen: Screen) -> list[str]:

@@ -125,6 +125,7 @@ class Atlas(Shown):
         role.known = list(entries)
         if not entries or entries[0].role in UNINFORMATIVE:
             return role
+        role.here = dataclasses.replace(role)
         first = entries[0]
         others = [name for name in (role.role, *role.also, *(e.role for e in entries[1:])) if name]
         role.also = [name for name in dict.fromkeys(others) if name != first.role]

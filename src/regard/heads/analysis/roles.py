@@ -129,6 +129,7 @@ class Role:
             "sink" or None); `output`: the share of its output that comes from there, by norms, if values are known.
         origin: "text" if it was decided on the text that was seen, "atlas" if it is known of the model.
         known: what an atlas says of the head, best first.
+        here: where `role` comes from an atlas, what was decided on the text that was seen.
     """
 
     layer: str
@@ -147,6 +148,7 @@ class Role:
     output: float | None = None
     origin: str = "text"
     known: list[Entry] = field(default_factory=list)
+    here: Role | None = None
 
     @property
     def informative(self) -> bool:

@@ -28,6 +28,8 @@ class Run {
       .filter(Boolean)
       .sort();
     this.story = meta.story || null;
+    this.effects = meta.effects || null;
+    this.causal = Boolean(meta.causal);
   }
 
   // The layer and head to begin with: the first of the story.

@@ -20,6 +20,7 @@ class App {
     this.status = element("p", { class: "status", role: "alert" });
     this.announcer = element("p", { class: "unseen", role: "status", id: "announcer" }); // for screen readers
     this.main.after(this.announcer);
+    this.tour = new Tour(this);
     this.scrolled = new Map(); // the scroll position of each view
     document.getElementById("skip").addEventListener("click", (event) => {
       event.preventDefault(); // (or the address would hold the name of an element instead of the view)
@@ -81,6 +82,7 @@ class App {
     if (!same) this.show();
     else for (const [name, tab] of Object.entries(this.tabs)) tab.href = this.state.address({ view: name });
     this.announce(changed);
+    this.tour.update();
   }
 
   show() {
@@ -173,6 +175,7 @@ class App {
         button("theme", dark ? "Light colours" : "Dark colours", dark ? "☀" : "☾", () =>
           state.set({ theme: dark ? "light" : "dark" }),
         ),
+        button("tour", "Guided tour (t)", "Tour", () => this.tour.toggle(), { disabled: !data }),
         button("help", "Keys (?)", "?", () => this.help()),
       ),
     );
@@ -227,6 +230,7 @@ class App {
       "{": () => this.go(this.layer.index - 1, this.head),
       "}": () => this.go(this.layer.index + 1, this.head),
       "?": () => this.help(),
+      t: () => this.data && this.tour.toggle(),
       d: () => document.getElementById("theme").click(),
     };
     VIEWS.forEach(([name], i) => (keys[String(i + 1)] = () => this.state.set({ view: name }, true)));
@@ -247,6 +251,7 @@ class App {
         ["+ − 0, in a map", "zoom in, out, all"],
         ["Esc, in a map", "let go of a token"],
         ["wheel, pinch, drag", "zoom and pan"],
+        ["t", "guided tour: begin, leave, resume"],
         ["d", "dark or light"],
         ["?", "this list"],
       ];

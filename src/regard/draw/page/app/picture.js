@@ -53,8 +53,7 @@ class Picture {
     let total = 0;
     const [[r0, r1], [c0, c1]] = [this.rows[i], this.cols[j]];
     for (let r = r0; r < r1; r++)
-      for (let c = c0; c < c1; c++)
-        total += this.layer.cell(this.head, r, c).step * (this.growth ? this.growth[r] : 1);
+      for (let c = c0; c < c1; c++) total += this.layer.cell(this.head, r, c).step * (this.growth ? this.growth[r] : 1);
     return total / (r1 - r0);
   }
 

@@ -25,6 +25,8 @@ const DEFAULTS = {
   filter: "",
   other: "",
   theme: "",
+  tour: 0,
+  word: -1,
 };
 // Allowed values: anybody can write an address by hand.
 const AMONG = {
@@ -33,7 +35,15 @@ const AMONG = {
   than: ["least", "most"],
   theme: ["light", "dark"],
 };
-const BETWEEN = { threshold: [0, 0.5], top: [1, 32], words: [0, 1], specials: [0, 1], aside: [0, 1], down: [0, 1], tdown: [0, 1] };
+const BETWEEN = {
+  threshold: [0, 0.5],
+  top: [1, 32],
+  words: [0, 1],
+  specials: [0, 1],
+  aside: [0, 1],
+  down: [0, 1],
+  tdown: [0, 1],
+};
 const REST = 150; // milliseconds without a change until the address is written: browsers refuse hundreds in a row
 
 class State {

@@ -12,9 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from regard.draw.scene import Panel, Scene
 from regard.draw.story.maps import LEAST_WEIGHT, Link, Unit, UnitMap, units_of
 from regard.draw.story.trees import GROUPS, Tree, closed_class, followed, may_stand, tree_of
@@ -140,6 +137,7 @@ def story(scene: Scene) -> Story:
         of_kind.sort(key=lambda card: -card.strength)
         told = {(card.layer, card.head) for card in cards}
         cards += next(([card] for card in of_kind if (card.layer, card.head) not in told), of_kind[:1])
+    cards.sort(key=lambda card: not card.checked)
     return Story(cards, _absent(scene, tree, {card.kind for card in cards}) + missed.lines())
 
 
@@ -287,46 +285,26 @@ def _long_range(one: _Head) -> Iterator[Card]:
 
 
 def _syntax(one: _Head) -> Iterator[Card]:
-    """Relations that an atlas knows of the head; and, in this text alone, those of its tree."""
+    """Relations that an atlas knows of the head, with links of this text. (A link alone is no evidence: of the heads of
+    a model with shuffled weights, some link the words of any relation in one sentence.)"""
     if one.words is None:
         return
     for entry in _relations(one):
-        group, known = _group(entry.relation), entry.source != "tree"
+        group = _group(entry.relation)
         if group is None:
             continue
         stand = may_stand(entry.relation, entry.direction, one.panel.queries, one.tree)
-        links = one.words.strongest(one.head, LINKS, stand, one.words.clear if known else _unexplained(one))
+        links = one.words.strongest(one.head, LINKS, stand, one.words.clear)
         if links:
-            does = f"{'' if known else 'in this text '}{followed(entry.relation, entry.direction)}"
             checked = one.tree is not None or bool(closed_class(entry.relation))
-            # What holds over a treebank comes before what is so in one text, or is not known to be so in it.
-            strength = links[0].weight * (1 + entry.score if known and checked else 0.5)
-            card = one.card(group, entry.role, does, _treebank(entry), links, strength)
-            yield replace(card, checked=checked)
-
-
-def _unexplained(one: _Head) -> Tensor:
-    """The links (H, n, n) between words that are the strongest of both, and not at an offset that the head attends to
-    anyway."""
-    assert one.words is not None
-    here, mutual = one.here, one.words.mutual
-    if not here.clear or here.role not in _OFFSETS:
-        return mutual
-    away = (torch.arange(mutual.shape[1])[:, None] - torch.arange(mutual.shape[1])).abs()
-    return mutual & (away != abs(_OFFSETS[here.role]))
+            strength = links[0].weight * (1 + entry.score if checked else 0.5)
+            evidence = f"{entry.score:.0%} right in a treebank, the best fixed offset {entry.baseline:.0%}"
+            does = followed(entry.relation, entry.direction)
+            yield replace(one.card(group, entry.role, does, evidence, links, strength), checked=checked)
 
 
 def _relations(one: _Head) -> list[Entry]:
-    known = [entry for entry in one.role.known if entry.source == "syntax"]
-    if one.tree is None:
-        return known
-    names = dict.fromkeys(name for name in one.tree.relations if name not in ("root", "punct", ""))
-    names = [(name, direction) for name in names for direction in (TO_HEAD, TO_DEPENDENT)]
-    unknown = [pair for pair in names if pair not in {(entry.relation, entry.direction) for entry in known}]
-    return known + [
-        Entry(relation_name(name), 0.0, 0.0, 0.0, 0.0, 0, "tree", relation=name, direction=direction)
-        for name, direction in unknown
-    ]
+    return [entry for entry in one.role.known if entry.source == "syntax"]
 
 
 def relation_name(relation: str) -> str:
@@ -340,12 +318,6 @@ def _group(relation: str) -> str | None:
         if relation.split(":")[0] in relations:
             return kind
     return None
-
-
-def _treebank(entry: Entry) -> str:
-    if entry.source == "tree":
-        return "not known of it beyond this text"
-    return f"{entry.score:.0%} right in a treebank, the best fixed offset {entry.baseline:.0%}"
 
 
 _FINDERS: tuple[Callable[[_Head], Iterator[Card]], ...] = (
@@ -384,14 +356,15 @@ def _absent(scene: Scene, tree: Tree | None, told: set[str]) -> list[str]:
 
 
 class _Missed:
-    """The relations of a tree, over more than the next word, that no head links."""
+    """The relations of a tree, over more than the next word, that none of the heads links that are known for them."""
 
     ASKED = ("nsubj", "obj", "acl:relcl")
 
     def __init__(self, tree: Tree | None) -> None:
-        self.pairs: dict[tuple[int, int], str] = {}
+        self.pairs: dict[tuple[int, int], str] = {}  # (dependent, head) by number, and the relation
         self.most: dict[tuple[int, int], tuple[float, str]] = {}
         self.linked: set[tuple[int, int]] = set()
+        self.names: dict[tuple[int, int], str] = {}
         for dependent, (head, relation) in enumerate(zip(*tree, strict=True)) if tree is not None else ():
             if relation in self.ASKED and head is not None and abs(head - dependent) > 1:
                 self.pairs[dependent, head] = relation
@@ -399,23 +372,28 @@ class _Missed:
     def add(self, one: _Head) -> None:
         if one.words is None or one.tree is None:
             return
-        unexplained = _unexplained(one)
-        for pair in self.pairs:
-            for i, j in (pair, pair[::-1]):
-                if unexplained[one.head, i, j]:
+        text, units = one.panel.queries.text, one.words.units
+        known = {(entry.relation, entry.direction) for entry in _relations(one)}
+        for pair, relation in self.pairs.items():
+            self.names[pair] = " and ".join(_named(text, units[i]) for i in sorted(pair))
+            for direction, (i, j) in ((TO_HEAD, pair), (TO_DEPENDENT, pair[::-1])):
+                if (relation, direction) not in known:
+                    continue
+                if one.words.clear[one.head, i, j]:
                     self.linked.add(pair)
-                link = one.words.link(one.head, i, j)
-                if one.words.share[one.head, i, j] > 0 and link.weight > self.most.get(pair, (0.0, ""))[0]:
-                    text = one.panel.queries.text
-                    where = f"head {one.panel.number}.{one.head}: {_named(text, link.query)} looks at"
-                    self.most[pair] = link.weight, f"{where} {_named(text, link.key)}, {link.weight:.2f}"
-                    self.text = text, one.words.units
+                weight = one.words.link(one.head, i, j).weight
+                if weight >= self.most.get(pair, (0.0, ""))[0]:
+                    where = f"head {one.panel.number}.{one.head}: {_named(text, units[i])} looks at"
+                    self.most[pair] = weight, f"{where} {_named(text, units[j])}, {weight:.2f}"
 
     def lines(self) -> list[str]:
-        missing = [pair for pair in self.pairs if pair not in self.linked and pair in self.most]
-        named = {pair: [_named(self.text[0], self.text[1][i]) for i in sorted(pair)] for pair in missing}
-        return [
-            f"No head links {' and '.join(named[pair])} clearly ({relation_name(self.pairs[pair])}): the most is "
-            f"{self.most[pair][1]}."
-            for pair in missing
-        ]
+        lines = []
+        for pair, relation in self.pairs.items():
+            if pair in self.names and pair not in self.linked:
+                name = f"{self.names[pair]} ({relation_name(relation)})"
+                if pair in self.most:
+                    most = f"of the heads known for it the most is {self.most[pair][1]}"
+                else:
+                    most = "no head is known for this relation"
+                lines.append(f"No head links {name}: {most}.")
+        return lines

@@ -57,8 +57,8 @@ class UnitMap:
         weights: (H, n, n), as the maps show them.
         share: (H, n, n), the share of a weight in what its query has left beside the head's resting place; 0 for keys
             of that place.
-        enough, clear, mutual: (H, n, n) True for links whose weight and share are worth a word; that besides are the
-            strongest of their query, but for itself; and that are the strongest of their key, too.
+        enough, clear: (H, n, n) True for links whose weight and share are worth a word; and that besides are the
+            strongest of their query, but for itself.
     """
 
     def __init__(self, panel: Panel, units: Sequence[Unit], weights: Tensor) -> None:
@@ -78,8 +78,6 @@ class UnitMap:
         self.enough &= self.share >= OVER_UNIFORM * uniform
         others = self.share - self.share * torch.eye(len(units))
         self.clear = self.enough & (others > 0) & (others >= others.amax(-1, keepdim=True))
-        others = self.weights - self.weights * torch.eye(len(units))
-        self.mutual = self.clear & (others >= others.amax(-2, keepdim=True))
 
     def strongest(self, head: int, count: int, allowed: Callable[[int, int], bool], among: Tensor) -> list[Link]:
         """The strongest links of a head, of those `among` (H, n, n) that are `allowed(i, j)`."""

@@ -71,6 +71,15 @@ _FUNCTION_WORDS = frozenset(_PRONOUNS.split()).union(
     *_CLOSED_WORDS.values(), ["that", "to", "as", "this", "these", "those", "over", "so"]
 )
 _CLOSED_WORDS |= _CASES
+# Relations of clauses: without a tree, a text without any of these words has none that could be found.
+_CLAUSES = {
+    "acl:relcl": frozenset(["that", "which", "who", "whom", "whose", "where"]),
+    "advcl": frozenset(["when", "if", "because", "although", "though", "while", "since", "unless", "until"]),
+    "acl": frozenset(),
+    "ccomp": frozenset(),
+    "xcomp": frozenset(),
+    "csubj": frozenset(),
+}
 
 
 class Tree(NamedTuple):
@@ -106,6 +115,9 @@ def may_stand(relation: str, direction: str, labels: Labels, tree: Tree | None) 
     may: by English words of closed classes, for other relations content words."""
     words = _words(labels)
     closed = closed_class(relation)
+    clause = _CLAUSES.get(relation, _CLAUSES.get(relation.split(":")[0]))
+    if tree is None and clause is not None and not clause.intersection(words):
+        return lambda i, j: False
 
     def stand(i: int, j: int) -> bool:
         dependent, head = (i, j) if direction == TO_HEAD else (j, i)

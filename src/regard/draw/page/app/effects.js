@@ -21,7 +21,7 @@ function nextTokens(top, count) {
 
 const percent = (p) => `${p >= 0.0995 ? (100 * p).toFixed(0) : (100 * p).toFixed(1)}%`;
 // White space that can be seen.
-const visible = (token) => token.replaceAll("\n", "⏎") || "␣";
+const visible = (token) => token.trim() || token.replaceAll("\n", "⏎").replaceAll(" ", "␣") || "␣";
 
 // One line: what happens without a head. Null if it was not computed.
 function effectLine(app, layer, head) {

@@ -10,15 +10,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from regard.draw.effects import effects
 from regard.draw.look import read
 from regard.draw.page.numbers import codes
 from regard.draw.page.pack import Packed, packed
+from regard.draw.page.telling import effects_json
 from regard.draw.scene import Panel, Scene
 from regard.errors import bad_value
 from regard.models.base import tokenizing
 from regard.serve.requests import Limits, LookRequest
 
-__all__ = ["LookResult", "crop_weights", "page_content", "run_look"]
+__all__ = ["LookResult", "crop_weights", "page_content", "run_look", "run_without"]
 
 Progress = Callable[[float, str], None]  # a share from 0 to 1 and what is being done; may raise, to stop
 
@@ -52,6 +54,17 @@ def run_look(model: nn.Module, tokenizer: Any, request: LookRequest, limits: Lim
         layer.drop_values()
     size = len(page) + tensor_bytes(seen)
     return LookResult(page, scene, size) if size <= limits.memory else LookResult(page, None, len(page))
+
+
+def run_without(scene: Scene, layer: int, head: int) -> LookResult:
+    """What changes without one head of a result, as the page has it."""
+    record = scene.record
+    found = None if record.rerun is None else effects(record.rerun, record, [(layer, head)], scene[layer].item)
+    if found is None:
+        expected, received = "a model that is still loaded and gives logits or hidden states", "none"
+        raise bad_value("without", expected=expected, received=received, remedy="look again")
+    page = json.dumps(effects_json(found), separators=(",", ":"), allow_nan=False).encode()
+    return LookResult(page, None, len(page))
 
 
 def crop_weights(panel: Panel, head: int, rows: slice, cols: slice) -> dict[str, Any]:

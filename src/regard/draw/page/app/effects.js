@@ -42,7 +42,7 @@ function effectLine(app, layer, head) {
 // The same as a table with bars; on a live page a head that was not computed can be.
 function effectPanel(app, layer, head) {
   const all = effectsOf(app.run);
-  if (!all) return null;
+  if (!all && !(app.live && app.live.record)) return null;
   const effect = effectOf(app.run, layer, head);
   const title = element("h3", {}, `Without head ${layer}.${head}`);
   if (!effect) {

@@ -116,8 +116,9 @@ def _numbers(output: Any, kind: str, keep: Tensor | None) -> Tensor:
     name = "logits" if kind == "next" else "last_hidden_state"
     values: Tensor = output if isinstance(output, Tensor) else getattr(output, name)
     batch, tokens, _ = values.shape
-    fits = keep is not None and keep.shape == (batch, tokens)
-    kept = keep.to(values.device, torch.bool) if fits else torch.ones(batch, tokens, dtype=torch.bool).to(values.device)
+    if keep is None or keep.shape != (batch, tokens):
+        keep = torch.ones(batch, tokens, dtype=torch.bool)
+    kept = keep.to(values.device, torch.bool)
     if kind == "vector":
         return ((values.double() * kept[..., None]).sum(1) / kept.sum(1, keepdim=True).clamp(min=1)).cpu()
     last = (kept * torch.arange(tokens, device=kept.device)).amax(1)

@@ -213,7 +213,9 @@ def _known(one: _Head, names: tuple[str, ...]) -> tuple[str, float, str] | None:
         score = one.role.evidence.get(entry.role, 0.0)
         if entry.role in names and entry.clear and entry.source == "treebank" and score >= _LEAST[entry.role]:
             evidence = f"{score:.2f} of what it does beside resting; in a treebank {entry.score:.2f}, "
-            return entry.role, score / 2, f"{evidence}uniform attention {entry.baseline:.2f}"
+            evidence += f"uniform attention {entry.baseline:.2f}"
+            evidence += "" if entry.shuffled is None else f", shuffled weights {entry.shuffled:.2f}"
+            return entry.role, score / 2, evidence
     return None
 
 
@@ -299,6 +301,7 @@ def _syntax(one: _Head) -> Iterator[Card]:
             checked = one.tree is not None or bool(closed_class(entry.relation))
             strength = links[0].weight * (1 + entry.score if checked else 0.5)
             evidence = f"{entry.score:.0%} right in a treebank, the best fixed offset {entry.baseline:.0%}"
+            evidence += "" if entry.shuffled is None else f", shuffled weights {entry.shuffled:.0%}"
             does = followed(entry.relation, entry.direction)
             yield replace(one.card(group, entry.role, does, evidence, links, strength), checked=checked)
 

@@ -112,8 +112,9 @@ def test_a_relation_that_an_atlas_knows_needs_a_link_in_this_text() -> None:
     weights[0, 0, 2, 5] = 0.84  # "the" to "house"
     scene = with_atlas(weights, tokens, DETERMINERS)
     card = told(scene)["phrases"]
+    evidence = "80% right in a treebank, the best fixed offset 58%, shuffled weights 9%"
     assert card.text(scene).startswith(
-        "Head 0.0 takes determiners to their nouns (80% right in a treebank, the best fixed offset 58%, shuffled weights"
+        f"Head 0.0 takes determiners to their nouns ({evidence}): here the looks at house"
     )
     assert card.links[0].key == (5, 6)
     # The same head with its link elsewhere: "old" is no determiner.

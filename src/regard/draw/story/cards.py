@@ -138,7 +138,7 @@ def story(scene: Scene) -> Story:
         told = {(card.layer, card.head) for card in cards}
         cards += next(([card] for card in of_kind if (card.layer, card.head) not in told), of_kind[:1])
     cards.sort(key=lambda card: not card.checked)
-    return Story(cards, _absent(scene, tree, {card.kind for card in cards}) + missed.lines())
+    return Story(cards, _absent(scene, {card.kind for card in cards}) + missed.lines())
 
 
 def _tree(scene: Scene) -> Tree | None:
@@ -336,13 +336,13 @@ _FINDERS: tuple[Callable[[_Head], Iterator[Card]], ...] = (
 )
 
 
-def _absent(scene: Scene, tree: Tree | None, told: set[str]) -> list[str]:
+def _absent(scene: Scene, told: set[str]) -> list[str]:
     """Which kinds of heads are not there, and why, where that can be said."""
     panel = next((panel for panel in scene if panel.roles), None)
     if panel is None:
         return ["This record has no roles: heads of self attention have them, where q and k were kept."]
     labels, lines = panel.queries, []
-    if tree is None and not any(role.known for each in scene for role in each.roles):
+    if not any(role.known for each in scene for role in each.roles):
         lines.append("Relations of syntax are not known of this model: heads.atlas(model, treebank) finds them.")
     words = [text.casefold() for text, special in zip(labels.text, labels.special, strict=True) if not special]
     reasons = {
@@ -373,7 +373,7 @@ class _Missed:
                 self.pairs[dependent, head] = relation
 
     def add(self, one: _Head) -> None:
-        if one.words is None or one.tree is None:
+        if one.words is None or one.tree is None or not one.atlas:
             return
         text, units = one.panel.queries.text, one.words.units
         known = {(entry.relation, entry.direction) for entry in _relations(one)}

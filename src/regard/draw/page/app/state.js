@@ -8,6 +8,9 @@ const DEFAULTS = {
   q: -1,
   k: -1,
   zoom: "",
+  text: 0,
+  word: -1,
+  way: "both",
   words: 0,
   specials: 1,
   aside: 0,
@@ -24,6 +27,7 @@ const DEFAULTS = {
   tdown: 0,
   filter: "",
   other: "",
+  versus: -1,
   theme: "",
 };
 // Allowed values: anybody can write an address by hand.
@@ -31,9 +35,18 @@ const AMONG = {
   view: ["story", "model", "head", "words", "flow", "table", "compare"],
   scale: ["root", "linear"],
   than: ["least", "most"],
+  way: ["both", "to", "from"],
   theme: ["light", "dark"],
 };
-const BETWEEN = { threshold: [0, 0.5], top: [1, 32], words: [0, 1], specials: [0, 1], aside: [0, 1], down: [0, 1], tdown: [0, 1] };
+const BETWEEN = {
+  threshold: [0, 0.5],
+  top: [1, 32],
+  words: [0, 1],
+  specials: [0, 1],
+  aside: [0, 1],
+  down: [0, 1],
+  tdown: [0, 1],
+};
 const REST = 150; // milliseconds without a change until the address is written: browsers refuse hundreds in a row
 
 class State {

@@ -428,7 +428,14 @@ function legend(top, scale, signed = false, note = "") {
   const bar = painted(values, 1, count, top, { signed, scale });
   bar.className = "bar";
   bar.setAttribute("aria-hidden", "true");
-  return element("span", { class: "legend" }, signed ? `−${number(top, 3)}` : "0", bar, number(top, 3), note);
+  return element(
+    "span",
+    { class: "legend" },
+    signed ? `−${number(top, 3)}` : "0",
+    bar,
+    number(top, 3),
+    note ? element("small", {}, note) : null,
+  );
 }
 
 // Why the colours of a picture end above its largest value; "" where they do not.

@@ -304,16 +304,20 @@ function restBar(layer, head) {
   return element("span", { class: "rest", "data-rest": share, "aria-hidden": "true" }, filled);
 }
 
-const PLACES = { first: "the first token", separator: "special tokens", sink: "another token" };
+const RESTING_PLACES = {
+  first: "mostly the first token",
+  separator: "mostly special tokens",
+  sink: "mostly another token",
+};
 
-// Where a head rests, how much of its weight that is, and how much of its output; "" if it is not known.
+// How much of a head's weight is on its resting place, and how much of its output comes from there; "" if that is unknown.
 function restWords(layer, head) {
   const [share, place] = [layer.rests(head), layer.rest && layer.rest.place[head]];
   if (share === undefined) return "";
-  if (!place) return `Rests hardly anywhere: ${share.toFixed(2)} of its weight.`;
+  if (!place) return `It has hardly any resting place: ${share.toFixed(2)} of its weight.`;
   const output = layer.rest.output[head] ?? null;
-  const adds = output === null ? "" : `, ${output.toFixed(2)} of its output`;
-  return `Rests on ${PLACES[place] || place}: ${share.toFixed(2)} of its weight${adds}.`;
+  const adds = output === null ? "" : `, and makes ${output.toFixed(2)} of its output`;
+  return `Its resting place, ${RESTING_PLACES[place] || place}, takes ${share.toFixed(2)} of its weight${adds}.`;
 }
 
 // Switches that several views have; null where they would change nothing.

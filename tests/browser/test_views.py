@@ -1,4 +1,4 @@
-"""The five views: what they show, and that what one does in them has its effect."""
+"""The views: what they show, and that what one does in them has its effect."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_every_view(look: Callable[..., Look], real: Written) -> None:
 
 
 def test_all_heads_are_drawn(look: Callable[..., Look], real: Written) -> None:
-    tab = look(real)
+    tab = look(real, "#view=model")
     assert shown(tab) == [(layer, head) for layer in range(6) for head in range(12)]
     tab.until("[...document.querySelectorAll('a.head')].slice(0, 36).every(a => a.painted)")
     tab.page.wait_for_timeout(100)
@@ -54,7 +54,7 @@ def test_all_heads_are_drawn(look: Callable[..., Look], real: Written) -> None:
 
 
 def test_sorting_and_filtering(look: Callable[..., Look], real: Written) -> None:
-    tab = look(real)
+    tab = look(real, "#view=model")
     entropy = measures(real.seen, "entropy")
     tab.do(lambda: tab.page.select_option("#sort", "entropy"))
     assert shown(tab) == sorted(entropy, key=lambda head: entropy[head])
@@ -80,7 +80,7 @@ def test_sorting_and_filtering(look: Callable[..., Look], real: Written) -> None
 
 
 def test_colour_by_role(look: Callable[..., Look], real: Written) -> None:
-    tab = look(real)
+    tab = look(real, "#view=model")
     roles = {(real.seen.layers.index(one.layer), one.head): one.role for one in real.seen.roles(tokens=real.tokens)}
     seen = tab.ask(
         "[...document.querySelectorAll('a.head')].map(a => [+a.dataset.layer, +a.dataset.head, getComputedStyle(a).borderTopColor])"
@@ -98,13 +98,13 @@ def test_colour_by_role(look: Callable[..., Look], real: Written) -> None:
 
 
 def test_from_the_model_to_a_head(look: Callable[..., Look], real: Written) -> None:
-    tab = look(real)
+    tab = look(real, "#view=model")
     tab.click('a.head[data-layer="3"][data-head="7"]')
     assert tab.page.locator("section.head").is_visible()
     assert tab.hash == {"view": "head", "layer": "3", "head": "7"}
     tab.do(tab.page.go_back)
     assert tab.page.locator("section.model").is_visible()
-    assert tab.hash == {}
+    assert tab.hash == {"view": "model"}
 
 
 def test_previous_and_next(look: Callable[..., Look], real: Written) -> None:

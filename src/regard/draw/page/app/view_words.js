@@ -415,6 +415,7 @@ class WordsView {
 
   // A head in more detail: its map with the word marked, and the word's links.
   peek(cell) {
+    if (cell === this.peeked) return;
     if (this.peeked && this.peeked.node) this.peeked.node.setAttribute("tabindex", -1);
     this.peeked = cell;
     if (!cell) return;

@@ -51,7 +51,11 @@ def test_it_works(look: Callable[..., Look], longest: Written) -> None:
 
 
 @pytest.mark.parametrize(
-    "hash_, act", [("#view=model", "() => scrollBy(0, 30)"), ("#view=head&layer=0&head=0", "i => regard.view.map.zoomBy(i > 20 ? 0.93 : 1.07)")]
+    "hash_, act",
+    [
+        ("#view=model", "() => scrollBy(0, 30)"),
+        ("#view=head&layer=0&head=0", "i => regard.view.map.zoomBy(i > 20 ? 0.93 : 1.07)"),
+    ],
 )
 def test_smooth(look: Callable[..., Look], longest: Written, real: Written, hash_: str, act: str) -> None:
     """Scrolling past all heads of a model, and zooming into a long text: frame after frame without a halt."""

@@ -24,6 +24,8 @@ const ROLE_WORDS = {
   subordinators: "Looks at words that open a subordinate clause, such as that and because.",
   conjuncts: "Links words that are joined by and, or, or a comma.",
   "relative clause": "Links a relative clause and the noun that it describes.",
+  "parts of a compound": "Links the parts of a compound, such as bus and stop.",
+  "parts of a name": "Links the parts of a name.",
   local: "Looks at its near surroundings: three tokens to each side.",
   "long-range": "Looks farther away than a head that looks at all tokens alike.",
   broad: "Looks at many tokens alike: it takes a mean of the text.",
@@ -83,13 +85,7 @@ const wordsIn = (words, name) => (Object.hasOwn(words, name) ? words[name] : nul
 function roleWords(role) {
   const offset = /^offset ([+-])(\d+)$/.exec(role);
   if (offset) return `Looks at the token ${offset[2]} ${offset[1] === "-" ? "before" : "after"}.`;
-  const pair = /^(.+) and (.+)$/.exec(role);
-  return (
-    wordsIn(ROLE_WORDS, role) ||
-    (pair
-      ? `Links ${pair[1]} and ${pair[2]} of the same phrase, as annotated sentences showed.`
-      : `Follows the relation “${short(role, 40)}” of syntax, as annotated sentences showed.`)
-  );
+  return wordsIn(ROLE_WORDS, role) || `Links words that belong together in syntax: ${short(role, 60)}.`;
 }
 
 function measureWords(name) {

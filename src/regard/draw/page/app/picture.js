@@ -90,17 +90,24 @@ class Picture {
 
 // By how much the weights of each row grow when some keys are set aside: 1 over what is left; 0 if nothing is.
 function growths(values, width, keys) {
-  return range(values.length / width).map((i) => {
+  const kept = keptKeys(width, keys);
+  return Float64Array.from({ length: values.length / width }, (_, i) => {
     let left = 0;
-    for (let j = 0; j < width; j++) if (!keys.has(j)) left += values[i * width + j];
+    for (let j = 0; j < width; j++) if (kept[j]) left += values[i * width + j];
     return left > 0 ? 1 / left : 0;
   });
 }
 
 // Weights (rows, width) without some keys, renormalised.
 function withoutKeys(values, width, keys, growth) {
-  return values.map((value, i) => (keys.has(i % width) ? 0 : value * growth[Math.floor(i / width)]));
+  const kept = keptKeys(width, keys);
+  const result = new Float32Array(values.length);
+  for (let i = 0; i < growth.length; i++)
+    for (let j = 0; j < width; j++) if (kept[j]) result[i * width + j] = values[i * width + j] * growth[i];
+  return result;
 }
+
+const keptKeys = (width, keys) => Uint8Array.from({ length: width }, (_, j) => !keys.has(j));
 
 // Tokens or words as [first, last, label]; special tokens stay where there is nothing else.
 function unitsOf(text, words, specials) {
@@ -115,7 +122,12 @@ const colourTop = (values, keys) => Math.max(largest(values), Math.min(1, EVEN /
 
 const tokenAt = (place, cells, count) => clamp(Math.floor((place * count) / cells), 0, count - 1);
 
-const largest = (values) => values.reduce((a, b) => (b > a ? b : a), 0);
+// The largest of many numbers; 0 if none is larger.
+function largest(values) {
+  let most = 0;
+  for (let i = 0; i < values.length; i++) if (values[i] > most) most = values[i];
+  return most;
+}
 
 // The tokens of each cell of a pooled map: token t falls into cell floor(t * cells / count).
 function spans(count, cells, text) {

@@ -14,6 +14,7 @@ class WordsView {
     this.panel = element("div", { class: "peek", id: "peek", role: "group", "aria-label": "the head in focus" });
     this.sought = "";
     this.pictures = new Map();
+    this.canvases = new Map(); // of strips, to be used again
   }
 
   get text() {
@@ -335,8 +336,9 @@ class WordsView {
   thin(cell, way) {
     const strip = cell[way];
     const [unit, value] = strip.links[0] || [-1, 0];
-    const canvas = strip.painted(this.top, this.app.state.scale);
-    canvas.addEventListener("pointermove", (event) => this.point(cell, way, event));
+    const canvas = this.canvas(`${cell.layer.index}.${cell.head} ${way}`);
+    strip.paint(canvas, this.top, this.app.state.scale);
+    canvas.onpointermove = (event) => this.point(cell, way, event);
     Object.assign(canvas.dataset, { way, unit, value, step: unit < 0 ? "" : strip.step(unit) });
     const rests = unit >= 0 && this.rests(cell, way, unit);
     return [
@@ -348,6 +350,11 @@ class WordsView {
         element("span", { class: "much" }, unit < 0 ? "–" : value.toFixed(2)),
       ),
     ];
+  }
+
+  canvas(place) {
+    if (!this.canvases.has(place)) this.canvases.set(place, element("canvas", { class: "thin" }));
+    return this.canvases.get(place);
   }
 
   // Whether a link goes to the head's resting place.
@@ -556,12 +563,10 @@ class WordStrip {
     return Math.floor((unit * this.cells) / this.units.length);
   }
 
-  painted(top, scale) {
+  paint(canvas, top, scale) {
     const values = new Float32Array(this.cells);
     for (const [unit, value] of this.links) values[this.cellOf(unit)] = Math.max(values[this.cellOf(unit)], value);
-    const canvas = painted(values, 1, this.cells, top, { scale });
-    canvas.className = "thin";
-    return canvas;
+    painted(values, 1, this.cells, top, { scale, canvas });
   }
 
   // The unit at a place from 0 to 1: the strongest of its cell; -1 if none is known there.

@@ -35,6 +35,7 @@ def test_a_text_is_looked_at_and_an_error_is_shown(browser: Any, address: str) -
         tab.fill("form.live textarea", "A dog sat down")
         tab.click("#live-go")
         tab.wait_for_selector("h1:has-text('A dog sat down')")
+        tab.click("#tab-model")
         tab.wait_for_selector(".layer a.head .thumb")
         assert tab.locator(".layer a.head").count() == 72
         tab.fill("form.live textarea", "a cat " * 20)

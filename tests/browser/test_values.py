@@ -68,7 +68,7 @@ def test_a_screen_with_more_pixels(look: Callable[..., Look], real: Written) -> 
 def test_eight_bits(look: Callable[..., Look], folder: Any) -> None:
     """Where two bytes for each weight are too many, it is one."""
     page = write(folder / "eight.html", stack(1, 2, 149), [str(i) for i in range(149)], limit=400_000)
-    tab = look(page, "#view=head&head=1")
+    tab = look(page, "#view=head&layer=0&head=1")
     assert (tab.ask("regard.layer.map.bits"), tab.ask("regard.layer.pooled")) == (8, False)
     # (within a cell of a few pixels, the middle is where the pointer is sure to be)
     agree(tab, page.weights(0, 1), some_cells(range(149), range(149), 20), (0, 149, 0, 149), bits=8)
@@ -98,7 +98,7 @@ def test_more_keys_than_queries(look: Callable[..., Look], folder: Any) -> None:
     with regard.watch(layer, keep="qkv") as seen, torch.no_grad():
         layer(torch.randn(1, 3, 15) * 4, *[torch.randn(1, 17, 15) * 4] * 2)
     wide = write(folder / "wide.html", seen, ([f"k{i}" for i in range(17)], ["a", "b", "c"]))
-    tab = look(wide, "#view=head&head=2")
+    tab = look(wide, "#view=head&layer=0&head=2")
     agree(tab, wide.weights(0, 2), some_cells(range(3), range(17), 20), (0, 3, 0, 17))
 
 

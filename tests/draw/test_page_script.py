@@ -8,6 +8,9 @@ from importlib.resources import files
 from regard.draw.figure.legends import CLASS, OFFSET, RELATION, SIGNS
 from regard.draw.page import SCRIPTS
 from regard.heads import ROLES
+from regard.heads.analysis.syntax.report import ROLES as RELATIONS
+from regard.heads.record.table import NAMED_OFFSETS
+from regard.measures.run import DEFAULT, NAMED
 
 
 def test_the_page_and_figures_agree_on_roles() -> None:
@@ -18,6 +21,22 @@ def test_the_page_and_figures_agree_on_roles() -> None:
     assert set(SIGNS) <= {rule.name for rule in ROLES}
     for name, (sign, colour) in (("OFFSET", OFFSET), ("CLASS", CLASS), ("RELATION", RELATION)):
         assert f'const {name} = ["{colour}", "{sign}"]' in script
+
+
+def test_every_role_and_measure_is_explained() -> None:
+    script = (files("regard.draw.page") / "app" / "glossary.js").read_text(encoding="utf-8")
+
+    def words(name: str) -> dict[str, str]:
+        table = script.split(f"const {name} = {{")[1].split("\n};")[0]
+        return dict(re.findall(r'^  "?([\w -]+?)"?:\s+"(.+)",$', table, re.MULTILINE))
+
+    roles, measures = words("ROLE_WORDS"), words("MEASURE_WORDS")
+    offsets = {rule.name for rule in ROLES if rule.name.startswith("offset ")}  # by a rule of their own
+    named = {rule.name for rule in ROLES} | {role for role in RELATIONS.values() if " and " not in role}
+    assert named - offsets - set(roles) == set()
+    assert set(DEFAULT) | set(NAMED_OFFSETS) | {"induction", "duplicate"} <= set(measures)
+    assert set(NAMED) - set(measures) == set()
+    assert all(text.endswith(".") and len(text.split()) > 2 for text in (*roles.values(), *measures.values()))
 
 
 def test_the_program_makes_no_html_of_strings() -> None:

@@ -44,6 +44,8 @@ class App {
         head: -1,
         q: -1,
         k: -1,
+        text: 0,
+        word: -1,
         zoom: "",
         other: "",
         role: "",

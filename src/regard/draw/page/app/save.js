@@ -109,7 +109,7 @@ class Drawing {
       );
     if (edges[0] && !edges[1])
       shapes.push(shape("path", { d: `M${place.x} ${place.y}h${place.width}`, stroke: edges[0] }));
-    if (edges[1] && !edges[0])
+    if (edges[1] && edges[1] !== edges[0])
       shapes.push(
         shape("path", {
           d: `M${place.x} ${place.y}v${place.height}`,
@@ -253,7 +253,10 @@ function inline(from, to) {
 // The whole view, also what is drawn only when it becomes visible.
 async function drawn(view) {
   if (view.complete) await view.complete();
-  return new Drawing(view.node).svg;
+  view.node.classList.add("saving"); // what sticks to the screen, or scrolls in it, is laid out in full
+  const { svg } = new Drawing(view.node);
+  view.node.classList.remove("saving");
+  return svg;
 }
 
 const asXml = (svg) => new XMLSerializer().serializeToString(svg);

@@ -8,6 +8,9 @@ const DEFAULTS = {
   q: -1,
   k: -1,
   zoom: "",
+  text: 0,
+  word: -1,
+  way: "both",
   words: 0,
   specials: 1,
   aside: 0,
@@ -24,6 +27,7 @@ const DEFAULTS = {
   tdown: 0,
   filter: "",
   other: "",
+  versus: -1,
   theme: "",
   tour: 0,
   word: -1,
@@ -33,6 +37,7 @@ const AMONG = {
   view: ["story", "model", "head", "words", "flow", "table", "compare"],
   scale: ["root", "linear"],
   than: ["least", "most"],
+  way: ["both", "to", "from"],
   theme: ["light", "dark"],
 };
 const BETWEEN = {

@@ -7,6 +7,8 @@ const DEFAULTS = {
   head: -1,
   q: -1,
   k: -1,
+  steps: 1,
+  component: -1,
   zoom: "",
   words: 0,
   specials: 1,
@@ -33,7 +35,16 @@ const AMONG = {
   than: ["least", "most"],
   theme: ["light", "dark"],
 };
-const BETWEEN = { threshold: [0, 0.5], top: [1, 32], words: [0, 1], specials: [0, 1], aside: [0, 1], down: [0, 1], tdown: [0, 1] };
+const BETWEEN = {
+  steps: [0, 1],
+  threshold: [0, 0.5],
+  top: [1, 32],
+  words: [0, 1],
+  specials: [0, 1],
+  aside: [0, 1],
+  down: [0, 1],
+  tdown: [0, 1],
+};
 const REST = 150; // milliseconds without a change until the address is written: browsers refuse hundreds in a row
 
 class State {

@@ -228,7 +228,7 @@ class FlowSteps {
 
   cell(one, name, value) {
     if (one.hidden && name === "exp") return element("td", {}, "✕ hidden");
-    const text = number(value, 3);
+    const text = brief(value);
     const struck = one.hidden && ["product", "scaled", "capped", "score"].includes(name);
     const cell = element("td", {}, struck ? element("s", {}, text) : text);
     if (name === "weight") cell.className = "share";
@@ -244,7 +244,7 @@ class FlowSteps {
       "tr",
       { id: "flow-sink", "data-score": sink.score, "data-weight": sink.weight },
       element("th", { scope: "row" }, "sink, learned"),
-      columns.map(([, name]) => element("td", {}, name in values ? number(values[name], 3) : "")),
+      columns.map(([, name]) => element("td", {}, name in values ? brief(values[name]) : "")),
     );
   }
 
@@ -258,7 +258,7 @@ class FlowSteps {
       "tr",
       {},
       element("th", { scope: "row" }, "sum"),
-      columns.map(([, name]) => element("td", {}, name in values ? number(values[name], 3) : "")),
+      columns.map(([, name]) => element("td", {}, name in values ? brief(values[name]) : "")),
     );
   }
 
@@ -322,6 +322,9 @@ function keyData(one) {
     "data-stored-step": one.stored ? one.stored.step : null,
   };
 }
+
+// A number in few letters.
+const brief = (x) => (x !== 0 && Math.abs(x) < 1e-3 ? x.toExponential(1) : number(x, 3));
 
 const within = (value, step) => `${number(value)} ± ${number(step, 1)}`;
 

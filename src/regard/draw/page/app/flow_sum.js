@@ -25,8 +25,9 @@ class FlowSum {
   cancelled() {
     const { adds, layer } = this;
     const total = adds.reduce((sum, one) => sum + (one ? one.norm : 0), 0);
-    // The norm of the sum: what each head adds, projected on it.
-    const along = adds.reduce((sum, one) => sum + (one ? one.norm * one.cosine : 0), 0);
+    // The norm of the sum; where its vector is not here, of what each head adds, projected on it.
+    const projected = adds.reduce((sum, one) => sum + (one ? one.norm * one.cosine : 0), 0);
+    const along = this.vectorOfResult ? normOf(this.sumOfHeads()) : projected;
     const lost = total > 0 ? 100 * clamp(1 - along / total, 0, 1) : 0;
     const against = adds.filter((one) => one && one.cosine < 0).length;
     const opposed = against
@@ -40,6 +41,11 @@ class FlowSum {
     );
   }
 
+  sumOfHeads() {
+    const { bias, vectorOfResult: result } = this;
+    return bias ? result.map((x, i) => x - bias[i]) : result;
+  }
+
   choose(component) {
     this.view.app.state.set({ component });
   }
@@ -48,11 +54,7 @@ class FlowSum {
   total() {
     const { bias, vectorOfResult: result } = this;
     const rows = [["=", "result", result]];
-    if (bias)
-      rows.unshift(
-        ["", "sum of the heads", result.map((x, i) => x - bias[i])],
-        ["+", "bias of the output projection", bias],
-      );
+    if (bias) rows.unshift(["", "sum of the heads", this.sumOfHeads()], ["+", "bias of the output projection", bias]);
     const line = ([sign, name, values]) =>
       element(
         "tr",

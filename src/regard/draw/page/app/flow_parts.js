@@ -82,7 +82,8 @@ function shareBar(share, text) {
 
 // A bar to the left or right of the middle, for a share from -1 to 1, and its number; without one, a picture of what
 // stands beside it.
-function signedBar(share, text = "", half = 45) {
+function signedBar(part, text = "", half = 45) {
+  const share = finite(part);
   const [x, width] = share < 0 ? [half + half * share, -half * share] : [half, half * share];
   const fill = share < 0 ? "var(--against)" : "var(--line)";
   const name = text ? { role: "img", "aria-label": text } : { "aria-hidden": "true" };
@@ -108,6 +109,9 @@ function flowArrow(...lines) {
   const rows = lines.map((line, i) => element("span", {}, i ? line : `↓ ${line}`));
   return element("p", { class: "arrow" }, rows);
 }
+
+// 0 for what is no number, where something is drawn of it.
+const finite = (x) => (Number.isFinite(x) ? x : 0);
 
 // Numbers in brackets: a shape.
 const dims = (...numbers) => `(${numbers.join(", ")})`;

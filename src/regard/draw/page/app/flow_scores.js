@@ -78,7 +78,7 @@ class Scores {
     for (const one of this.keys) {
       one.stored = this.stored(one.key);
       one.weight = this.sum > 0 ? one.exp / this.sum : 0;
-      one.weightStep = one.weight * Math.expm1(one.off + off) + 1e-9;
+      one.weightStep = Math.min(one.weight * Math.expm1(one.off + off) + 1e-9, 1);
       if (this.incomplete.length) one.weight = one.stored ? one.stored.value : 0;
     }
   }

@@ -36,8 +36,13 @@ class FlowSteps {
   rough() {
     const { scores, layer } = this;
     if (!scores.rough) return null;
-    const words = `The vectors of this text are stored in ${layer.flow.q.bits} bits, so these numbers are rough.`;
-    return element("p", { class: "note" }, `${words} The stored weights are not.`);
+    const words = `With vectors in ${layer.flow.q.bits} bits, scores of this size are rough: `;
+    return element(
+      "p",
+      { class: "note" },
+      words,
+      "a weight may be off by a tenth of itself. The stored weights are not.",
+    );
   }
 
   name(key) {
@@ -356,8 +361,9 @@ class ElementChart {
 
   drawing() {
     const { elements } = this;
-    const top = Math.max(...elements.map(({ product }) => Math.abs(product)), 1e-30);
-    const bars = elements.map(({ product }, i) =>
+    const products = elements.map(({ product }) => finite(product));
+    const top = Math.max(...products.map(Math.abs), 1e-30);
+    const bars = products.map((product, i) =>
       shape("rect", {
         x: i + 0.1,
         width: 0.8,
@@ -366,7 +372,7 @@ class ElementChart {
         fill: product < 0 ? "var(--against)" : "var(--line)",
       }),
     );
-    const sums = elements.map(({ sum }) => sum);
+    const sums = elements.map(({ sum }) => finite(sum));
     const [low, high] = [Math.min(0, ...sums), Math.max(0, ...sums)];
     const y = (sum) => 98 - (32 * (sum - low)) / Math.max(high - low, 1e-30);
     const steps = sums.map((sum, i) => `M${i} ${y(sum)}h1`).join("");
@@ -430,7 +436,7 @@ class ElementChart {
     return element(
       "details",
       {},
-      element("summary", {}, `All ${this.elements.length} numbers`),
+      element("summary", { tabindex: 0 }, `All ${this.elements.length} numbers`),
       element(
         "div",
         { class: "keys-table" },

@@ -47,7 +47,7 @@ class FlowSum {
   }
 
   choose(component) {
-    this.view.app.state.set({ component });
+    this.view.app.state.set({ component: this.carried ? nearestOf(this.carried, component) : component });
   }
 
   // Sum of the heads + bias = result, each with its norm.
@@ -102,12 +102,11 @@ class FlowSum {
     return [...components.codes.subarray((this.query - parts.first) * count, (this.query - parts.first + 1) * count)];
   }
 
-  // The component that was chosen, or the next one that is carried; by default the largest.
+  // The component that was chosen, or the nearest that is carried; by default the largest.
   chosenComponent() {
     const wanted = this.view.app.state.component;
     const carried = this.carried || range(this.vectorOfResult.length);
-    if (wanted < 0) return this.largestComponents(carried, 1)[0];
-    return carried.find((i) => i >= wanted) ?? carried[carried.length - 1];
+    return wanted < 0 ? this.largestComponents(carried, 1)[0] : nearestOf(carried, wanted);
   }
 
   largestComponents(among, count) {
@@ -235,7 +234,7 @@ class FlowSum {
         `The cosine between them is ${number(cosine, 3)}: the result points ${along}. `,
         `Input and result together have the norm ${number(sum)}.`,
       ),
-      triangle(x, r, cosine, sum),
+      Number.isFinite(cosine) ? triangle(x, r, cosine, sum) : null,
       element(
         "p",
         { class: "note" },
@@ -245,6 +244,9 @@ class FlowSum {
     ];
   }
 }
+
+const nearestOf = (numbers, wanted) =>
+  numbers.reduce((best, one) => (Math.abs(one - wanted) < Math.abs(best - wanted) ? one : best));
 
 // Input, result and their sum as a triangle, with true lengths and angle.
 function triangle(x, r, cosine, sum) {

@@ -87,7 +87,7 @@ def test_encoder_and_decoder(look: Callable[..., Look], folder: Path, make: Call
     assert "cross attention" in tab.text("h2")
     tab.click("#tab-flow")
     assert "of every token y of the other text" in tab.text(".diagram")
-    assert "x (20)" in tab.text(".stage >> nth=0")
+    assert f"x ({len(TARGET)}, 20)" in tab.text(".stage >> nth=0")
     tab.click("#tab-model")
     assert tab.texts(".layer h3")[2].startswith("2 · cross")
 
@@ -114,8 +114,14 @@ def test_generated_text(look: Callable[..., Look], folder: Path) -> None:
     tab.over(0.5, n - 0.5, (0, n, 0, n))
     assert float(tab.readout["value"]) == 0
     tab.click("#tab-flow")
-    assert "(9 × 64); k = y W_k (3 × 64)" in tab.text(".arrow >> nth=0")
-    assert "3 heads share each" in tab.text(".arrow >> nth=0")
+    said = tab.text(".arrow >> nth=0")
+    assert f"→ (9, {n}, 64)" in said
+    assert f"→ (3, {n}, 64)" in said
+    assert "3 heads share each" in said
+    assert "after their rotation by position (rotary)" in said
+    query = tab.ask("+document.getElementById('flow-token').value")
+    hidden = tab.ask("[...document.querySelectorAll('#flow-keys tr[data-key]')].map(r => r.dataset.hidden)")
+    assert hidden == ["0"] * (query + 1) + ["1"] * (n - query - 1)
 
 
 def test_measures_alone(look: Callable[..., Look], minilm: Any, real: Written, folder: Path) -> None:
@@ -147,7 +153,7 @@ def test_maps_without_vectors(look: Callable[..., Look], minilm: Any, real: Writ
         minilm(minilm.encode(TEXT))
     page = write(folder / "maps.html", seen, real.tokens)
     tab = look(page, "#view=flow&layer=1")
-    assert 'watch(model, keep="qkv")' in tab.text(".note >> nth=1")
+    assert 'watch(model, keep="qkv")' in tab.text(".note >> nth=0")
     assert tab.page.locator(".strip.weights").count() == 12
     every_view(tab)
     tab.do(lambda: tab.ask("regard.state.set({view: 'head', layer: 2, head: 2})"))

@@ -221,10 +221,11 @@ def test_flow(look: Callable[..., Look], real: Written) -> None:
     against = int((cosines < 0).sum())
     assert (f"{against} of 12 heads" if against else "No head points against") in said
     shapes = " ".join(tab.texts(".stage code"))
-    assert "x (384)" in shapes
-    assert tab.text(".arrow >> nth=0").startswith("↓ q = x W_q (12 × 32)")
+    assert "x (17, 384)" in shapes
+    assert tab.text(".arrow >> nth=0").startswith("↓ q = x W_q: (17, 384) → (12, 17, 32)")
     # the numbers under the pointer are those of the strip
     strip = tab.page.locator('.strip[aria-label^="q of head 7"]')
+    strip.scroll_into_view_if_needed()
     box = strip.bounding_box()
     tab.page.mouse.move(box["x"] + box["width"] * 4.5 / 32, box["y"] + 9)
     assert tab.text("#flow-readout").startswith("q of head 7[4] = ")

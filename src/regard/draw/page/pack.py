@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.draw.page.flow import flow, vector_numbers
+from regard.draw.page.flow import flow, output_width, score_numbers, vector_numbers
 from regard.draw.page.numbers import Blob, round_to, rounded
+from regard.draw.page.scores import bias_numbers
 from regard.draw.page.telling import telling
 from regard.draw.scene import Panel, Scene
 from regard.heads import Role
@@ -28,6 +29,7 @@ from regard.heads.record.table import scalars
 __all__ = ["Packed", "Plan", "packed", "plan"]
 
 VERSION = 1
+LEAST_COMPONENTS = 8  # of what each head adds to a token
 CROP, CROPS = 64, 3  # tokens to each side of an exact crop; how many of them a pooled head has, at most
 LETTERS = 400  # of a token, at most
 
@@ -43,6 +45,10 @@ class Plan(NamedTuple):
     added: int  # tokens, counted from the last, for which it is stored what each head adds
     vectors: int  # tokens, counted from the last, whose vectors (q, k, v ...) are stored
     vector_bits: int
+    score_bits: int  # of q and k, which are then stored of all tokens; 0: as the other vectors
+    parts: int  # tokens, counted from the last, for which it is stored what each head adds to single components
+    components: int  # how many of them, those where the result is largest
+    extra: int  # bytes for the bias of a layer, and for a mask that is not a range of keys for each query
 
 
 def plan(scenes: list[Scene], limit: int) -> Plan:
@@ -50,16 +56,16 @@ def plan(scenes: list[Scene], limit: int) -> Plan:
     panels = [panel for scene in scenes for panel in scene if panel.drawable]
     room = max(limit - _description_bytes(scenes), limit // 10) * 3 // 4
     weights = sum(panel.heads * math.prod(panel.shape) for panel in panels)
-    per_token = sum(vector_numbers(panel) for panel in panels)
     tokens = max((max(panel.shape) for panel in panels), default=1)
     bits = 16 if 2 * weights <= room // 4 else 8
     full = weights * bits // 8 <= room * 3 // 4
     maps = sum(panel.heads for panel in panels)
-    vector_bits = 16 if 2 * (per_token + 2 * maps) * tokens <= room // 8 else 8
-    vectors = min(tokens, room // 8 // max(per_token * vector_bits // 8, 1))
+    fine = full and bits == 16
+    vectors, vector_bits, score_bits = _vectors(panels, room // (4 if fine else 8), tokens)
     added = min(tokens, room // 12 // max(2 * maps * vector_bits // 8, 1))
+    more = _parts(panels, room, tokens) if fine else (0, 0, 0)
     if full or not panels:
-        return Plan(bits, None, 0, None, 0, added, vectors, vector_bits)
+        return Plan(bits, None, 0, None, 0, added, vectors, vector_bits, score_bits, *more)
     cells = max(16, min(512, 2 ** int(math.log2(max(math.sqrt(room * 0.45 / maps), 1)))))
     wide = 4 if tokens > 65535 else 2
     link_bytes = sum((wide + 1) * panel.heads * panel.shape[0] for panel in panels)
@@ -69,7 +75,35 @@ def plan(scenes: list[Scene], limit: int) -> Plan:
         link_bytes = sum((2 * wide + 1) * panel.heads * min(linked, panel.shape[0]) for panel in panels)
     left = room * 0.78 - maps * cells**2 - links * link_bytes  # (vectors and contributions have the rest)
     crops = max(0, min(CROPS, int(left / (maps * CROP**2))))
-    return Plan(8, cells, links, linked, crops, added, vectors, vector_bits)
+    return Plan(8, cells, links, linked, crops, added, vectors, vector_bits, score_bits, *more)
+
+
+def _vectors(panels: list[Panel], room: int, tokens: int) -> tuple[int, int, int]:
+    """`vectors`, `vector_bits` and `score_bits` of the plan. Scores need more than 8 bits: where there is no room for
+    16 bits of everything, q and k of all tokens come first."""
+    per_token = sum(vector_numbers(panel) for panel in panels)
+    of_scores = sum(score_numbers(panel) for panel in panels)
+    if 2 * (per_token + 2 * sum(panel.heads for panel in panels)) * tokens <= room:
+        return tokens, 16, 16
+    scores = 2 * of_scores * tokens
+    if scores <= room * 3 // 4:
+        return min(tokens, (room - scores) // max(per_token - of_scores, 1)), 8, 16
+    return min(tokens, room // max(per_token, 1)), 8, 0
+
+
+def _parts(panels: list[Panel], room: int, tokens: int) -> tuple[int, int, int]:
+    """`parts`, `components` and `extra` of the plan for panels whose every weight is written in 16 bits: up to a
+    sixteenth of the room for what heads add to components, and an eighth for biases."""
+    biased = sum(bias_numbers(panel) > 0 for panel in panels)
+    extra = room // 16 // max(biased, 1)  # (a mask and a bias)
+    projected = [panel for panel in panels if panel.layer.keeps_values and output_width(panel)]
+    numbers = sum(panel.heads + 1 for panel in projected)  # of a component of a token: what heads add, and its index
+    if not numbers:
+        return 0, 0, extra
+    room //= 16
+    parts = min(tokens, room // (numbers * (2 * LEAST_COMPONENTS + 4)))  # (with 4 bytes for a scale)
+    widest = max(output_width(panel) for panel in projected)
+    return parts, min(widest, (room // numbers // max(parts, 1) - 4) // 2), extra
 
 
 def _description_bytes(scenes: list[Scene]) -> int:

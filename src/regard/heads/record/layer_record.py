@@ -139,7 +139,7 @@ class LayerRecord:
         gate or a norm is in between), or were not seen to."""
         if not measure.needs_out_weight or getattr(measure, "out_weight", None) is not None or self.text is None:
             return False
-        return any(piece.projection is not None and not piece.projection.plain for piece in self.text.pieces)
+        return self.gated
 
     def _sums_of_last(self) -> dict[str, tuple[Tensor, Tensor]]:
         if self._last_sums is None:
@@ -423,6 +423,12 @@ class LayerRecord:
         pieces = self._sequence.pieces
         reasons = ["none by a known name" if p.projection is None else p.projection.unknown for p in pieces]
         return next((reason for reason in reasons if reason), "")
+
+    @property
+    def gated(self) -> bool:
+        """Whether a gate or a norm is between the heads' outputs and the output projection."""
+        pieces = self._sequence.pieces
+        return any(piece.projection is not None and not piece.projection.plain for piece in pieces)
 
     @property
     def entered(self) -> Tensor:

@@ -1,6 +1,6 @@
 // The current view as a picture: redrawn as SVG, and from that as PNG.
 
-const WITHOUT = ".zoom, .step"; // buttons that are left out
+const WITHOUT = ".zoom, .step, .pointed"; // what is left out: buttons, and what stays in sight while scrolling
 const MARGIN = 16; // pixels
 
 function download(name, blob) {

@@ -7,6 +7,8 @@ const DEFAULTS = {
   head: -1,
   q: -1,
   k: -1,
+  steps: 1,
+  component: -1,
   zoom: "",
   text: 0,
   word: -1,
@@ -30,7 +32,6 @@ const DEFAULTS = {
   versus: -1,
   theme: "",
   tour: 0,
-  word: -1,
 };
 // Allowed values: anybody can write an address by hand.
 const AMONG = {
@@ -41,6 +42,7 @@ const AMONG = {
   theme: ["light", "dark"],
 };
 const BETWEEN = {
+  steps: [0, 1],
   threshold: [0, 0.5],
   top: [1, 32],
   words: [0, 1],

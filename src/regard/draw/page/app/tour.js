@@ -161,7 +161,7 @@ const TOUR = [
   },
   {
     title: "Scores: how well a query fits a key",
-    show: (app) => atHead(app, "flow", { q: tourHead(app).query }),
+    show: (app) => atHead(app, "flow", { q: tourHead(app).query, steps: 1 }),
     text: (app) => {
       const { d } = sizes(app);
       return [
@@ -171,8 +171,8 @@ const TOUR = [
         ", so that scores do not grow with it.",
       ];
     },
-    task: () => "Do: go to the next head (] or →): the same token, other queries and keys, other scores.",
-    done: (state, start) => state.head !== start.head || state.layer !== start.layer,
+    task: () => "Do: choose another key in the row of this head, and see its product element by element.",
+    done: (state, start) => state.k !== start.k,
   },
   {
     title: "The mask: who may be seen",

@@ -321,6 +321,7 @@ class HeadView {
       measures,
       layer.offsets ? this.profile(layer, head) : null,
       picture ? links : null,
+      effectPanel(this.app, layer.index, head),
     );
   }
 

@@ -272,7 +272,7 @@ def _resting(one: _Head) -> Iterator[Card]:
     place = {"first": first, "separator": "special tokens", "sink": "another token"}[role.rests_on]
     output = "" if role.output is None else f", which is {role.output:.0%} of what it puts out"
     evidence = f"{share:.0%} of its attention{output}"
-    yield one.card("rest", "resting", f"mostly rests, on {place}", evidence, [], share)
+    yield one.card("rest", role.rests_on, f"mostly rests, on {place}", evidence, [], share)
 
 
 def _long_range(one: _Head) -> Iterator[Card]:

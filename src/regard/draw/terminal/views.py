@@ -7,7 +7,6 @@ N queries, M keys.
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
 from math import ceil
@@ -262,7 +261,15 @@ def _wrapped_items(items: list[tuple[str, int]], screen: Screen) -> list[str]:
 
 
 def _wrapped(text: str, screen: Screen) -> list[str]:
-    return textwrap.wrap(text, screen.width)
+    """A text in lines, by the columns that its words take on this screen."""
+    lines, used = [""], 0
+    for word in text.split():
+        wide = min(screen.columns(word), screen.width)
+        if used and used + 1 + wide > screen.width:
+            lines, used = [*lines, ""], 0
+        lines[-1] += (" " if used else "") + screen.fit(word, wide)
+        used += wide + (1 if used else 0)
+    return lines
 
 
 # Every head, small

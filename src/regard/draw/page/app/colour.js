@@ -75,7 +75,6 @@ const ROLES = {
   retrieval: ["#994455", "F"],
   sink: ["#888888", "_"],
   "resting only": ["#999999", "0"],
-  resting: ["#999999", "0"],
 };
 const OFFSET = ["#4477aa", "±"]; // "offset -3" and the like
 const CLASS = ["#aa7744", "C"]; // a class of words: one word in the plural

@@ -21,7 +21,7 @@ SCREENS = {
     "-dark": {"viewport": {"width": 1280, "height": 900}, "color_scheme": "dark"},
     "-phone": {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2},
 }
-FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync".split()
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
 
 
 def main() -> None:

@@ -171,6 +171,10 @@ def test_taps(look: Callable[..., Look], real: Written) -> None:
     assert tab.page.locator("section.words").is_visible()
     tab.do(tab.page.locator("[id='cell-3.4']").tap)
     assert tab.page.locator("section.head").is_visible()
+    tab.page.locator("#the-role").tap()  # and what a role is, is said to a finger too
+    assert tab.page.locator("#tip").is_visible()
+    tab.page.locator("#rests").tap()
+    assert not tab.page.locator("#tip").is_visible()
 
 
 def test_both_sides_of_cross_attention(look: Callable[..., Look], folder: Path) -> None:

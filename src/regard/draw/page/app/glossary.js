@@ -80,6 +80,8 @@ const COLUMN_WORDS = {
   name: "The name of the module in the model.",
 };
 
+const NO_ROLE = "Nothing that the head does beside its resting place is clear enough in this text to have a name.";
+
 const wordsIn = (words, name) => (Object.hasOwn(words, name) ? words[name] : null);
 
 function roleWords(role) {

@@ -189,7 +189,8 @@ class HeadView {
   // The role with its explanation, what it rests on, and other roles.
   role(layer, head) {
     const role = layer.role(head);
-    if (!role) return layer.kind === "cross" ? "cross attention" : "no role";
+    if (!role && layer.kind === "cross") return "cross attention";
+    if (!role) return term("no role", NO_ROLE, "the-role");
     const also = role.also.flatMap((name, i) => [i ? ", " : "; also ", roleTerm(name, `also-${i}`)]);
     return [roleTerm(role.role, "the-role"), element("small", {}, ` ${role.words}`, also)];
   }

@@ -314,10 +314,10 @@ const RESTING_PLACES = {
 function restWords(layer, head) {
   const [share, place] = [layer.rests(head), layer.rest && layer.rest.place[head]];
   if (share === undefined) return "";
-  if (!place) return `It has hardly any resting place: ${share.toFixed(2)} of its weight.`;
   const output = layer.rest.output[head] ?? null;
   const adds = output === null ? "" : `, and makes ${output.toFixed(2)} of its output`;
-  return `Its resting place, ${RESTING_PLACES[place] || place}, takes ${share.toFixed(2)} of its weight${adds}.`;
+  const where = place ? `, ${RESTING_PLACES[place] || place},` : "";
+  return `Its resting place${where} takes ${share.toFixed(2)} of its weight${adds}.`;
 }
 
 // Switches that several views have; null where they would change nothing.

@@ -17,14 +17,12 @@ from regard.draw.scene import Panel
 from regard.heads.record.sequences import cut
 from regard.kernels import Call
 
-__all__ = ["bias_numbers", "scores"]
+__all__ = ["has_mask_or_bias", "scores"]
 
 
-def bias_numbers(panel: Panel) -> int:
-    """How many numbers the bias of a layer has, if it is written in full; 0 without one."""
-    calls = _calls(panel)
-    n, m = panel.shape
-    return panel.heads * n * m if any(call.biases for call in calls) else 0
+def has_mask_or_bias(panel: Panel) -> bool:
+    """Whether a layer hides keys, or adds to scores."""
+    return any(call.biases or call.mask is not None for call in _calls(panel))
 
 
 def scores(panel: Panel, room: int, blob: Blob) -> dict[str, Any]:

@@ -66,22 +66,24 @@ def _visible_and_bias(panel: Panel) -> tuple[Tensor, Tensor | None]:
     sequence = panel.layer.text
     assert sequence is not None
     shape = panel.heads, sequence.queries, sequence.total
-    visible, bias = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape)
+    visible = torch.zeros(shape, dtype=torch.bool)
+    bias = torch.zeros(shape) if any(call.biases for call in _calls(panel)) else None
     first = 0
     for call, columns in _cut_calls(panel):
         tile, rows = call.whole(), slice(first, first + call.shape[2])
-        first = rows.stop
+        first, block = rows.stop, (panel.heads, call.shape[2], len(columns))
         seen = torch.ones(1, 1, 1, 1, dtype=torch.bool) if call.mask is None else call.mask.block(tile).cpu()
-        added = torch.zeros(1, 1, 1, 1)
-        for part in call.biases:
-            added = added + part.evaluate(tile).float().cpu()
-        block = panel.heads, call.shape[2], len(columns)
-        visible[:, rows, columns] = (seen & ~added.isneginf())[0].expand(block)
-        bias[:, rows, columns] = added[0].expand(block)
+        if bias is not None:
+            added = torch.zeros(1, 1, 1, 1)
+            for part in call.biases:
+                added = added + part.evaluate(tile).float().cpu()
+            seen = seen & ~added.isneginf()
+            bias[:, rows, columns] = added[0].expand(block)
+        visible[:, rows, columns] = seen[0].expand(block)
     inside = (slice(None), slice(panel.rows.start, panel.rows.stop), slice(panel.cols.start, panel.cols.stop))
-    visible, bias = visible[inside], bias[inside]
-    bias = bias.masked_fill(~visible, 0.0)
-    return _shared(visible), _shared(bias) if bias.any() else None
+    visible = visible[inside]
+    bias = None if bias is None else bias[inside].masked_fill(~visible, 0.0)
+    return _shared(visible), _shared(bias) if bias is not None and bias.any() else None
 
 
 def _cut_calls(panel: Panel) -> Iterator[tuple[Call, Tensor]]:

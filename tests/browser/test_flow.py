@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from browser.pages import Look, Written, write
+from browser.pages import Look, Written, stack, write
 from browser.test_access import CONTRASTS
 from torch import Tensor
 
 import regard
 from regard import masks
+from regard.draw.page import _script, _style
 from regard.heads import LayerRecord
 from regard.kernels import reference
 from regard.positions import Alibi, Rotary
 
 pytestmark = pytest.mark.slow
 
+PROGRAM = len(_style()) + len(_script())  # bytes of every page
 WORDS = ["[CLS]", "the", "cat", "that", "i", "saw", "[SEP]"]
 # of each key: what stands in its row
 ROWS = "[...document.querySelectorAll('#flow-keys tbody tr[data-key]')].map(r => ({...r.dataset}))"
@@ -324,7 +326,7 @@ def test_a_bias_that_is_not_there(look: Callable[..., Look], folder: Path) -> No
     layer = regard.MultiHeadAttention(12, num_heads=3)
     with regard.watch(layer, keep="qkv") as seen, torch.no_grad():
         layer(torch.randn(1, 97, 12), bias=torch.randn(1, 3, 97, 97))
-    tab = look(write(folder / "no-bias.html", seen, limit=900_000), "#view=flow&head=1&q=40")
+    tab = look(write(folder / "no-bias.html", seen, limit=PROGRAM + 750_000), "#view=flow&head=1&q=40")
     assert tab.ask("regard.layer.flow.scores.missing") == ["bias"]
     assert "no room for" in tab.text(".way")
     rows = tab.ask(ROWS)
@@ -361,6 +363,42 @@ def test_cross_attention(look: Callable[..., Look], folder: Path) -> None:
     assert "k = y W_k of every token y of the other text: y → (6, 11, 6)" in tab.text(".arrow >> nth=0")
 
 
+def test_an_unknown_projection(look: Callable[..., Look], folder: Path) -> None:
+    """The steps are there; what each head adds is not, and the page says why."""
+
+    class Bare(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            heads = x.unflatten(-1, (3, 4)).transpose(1, 2)
+            mixed = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+            return mixed.transpose(1, 2).flatten(2)
+
+    model = Bare()
+    torch.manual_seed(4)
+    with regard.watch(model, keep="qkv") as seen, torch.no_grad():
+        model(torch.randn(1, 7, 12))
+    tab = look(write(folder / "bare.html", seen, WORDS), "#view=flow&head=1&q=4")
+    check_steps(tab, seen[0], 1, 4)
+    assert "not known by its name" in tab.text(".note >> nth=0")
+    assert tab.page.locator("#flow-total, #flow-column, #flow-residual").count() == 0
+    assert "W_o: (7, 12) · (12, W) → (7, W)" in tab.text(".arrow >> nth=2")
+
+
+def test_q_and_k_without_the_other_vectors(look: Callable[..., Look], folder: Path) -> None:
+    """Where the page has room for the scores of all tokens, but not for all values, the steps end before these."""
+    seen = stack(2, 4, 61, 64)
+    page = write(folder / "scores.html", seen, [f"t{i}" for i in range(61)], limit=PROGRAM + 330_000)
+    tab = look(page, "#view=flow&layer=1&head=2&q=50")
+    assert tab.ask("[regard.layer.flow.q.bits, regard.layer.flow.k.shape[1], 'v' in regard.layer.flow]") == [
+        16,
+        61,
+        False,
+    ]
+    check_steps(tab, seen[1], 2, 50, most=1)
+    assert "has no v" in tab.text(".way")
+    assert "norm of w v" not in tab.text("#flow-keys thead")
+    assert tab.page.locator("#flow-output").count() == 0
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 390, 1280])
 def test_it_fits_and_can_be_read(look: Callable[..., Look], everything: Written, theme: str, width: int) -> None:
@@ -373,6 +411,8 @@ def test_it_fits_and_can_be_read(look: Callable[..., Look], everything: Written,
         "[...document.querySelectorAll('main button, main select, main input, main svg, main canvas')].filter(e => !e.closest('.keys-table') && e.getBoundingClientRect().right > innerWidth + 1).length"
     )
     assert cut == 0
+    hidden = "(e => e.scrollWidth - e.clientWidth)(document.querySelector('#flow-numbers').parentElement)"
+    assert tab.ask(hidden) <= 0
     found = tab.ask(CONTRASTS)
     assert len(found) > 100
     assert [one for one in found if one[0] < 4.5] == []

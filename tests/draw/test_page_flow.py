@@ -13,10 +13,12 @@ from torch import Tensor, nn
 import regard
 from regard import masks
 from regard.cache import KVCache
-from regard.draw.page import page, scenes
+from regard.draw.page import _script, _style, page, scenes
 from regard.draw.page.pack import plan
 from regard.heads import Record
 from regard.positions import Alibi, Rotary
+
+PROGRAM = len(_style()) + len(_script())  # bytes of every page
 
 
 def layer_of(
@@ -151,7 +153,7 @@ def test_a_bias_without_room_is_named() -> None:
     """And the page says so, instead of weights that do not follow."""
     bias = torch.randn(1, 3, 97, 97)
     record = layer_of(97, bias=bias)
-    scores = Reader(page(record, limit=900_000)).layer(0, 0)[0]["flow"]["scores"]
+    scores = Reader(page(record, limit=PROGRAM + 750_000)).layer(0, 0)[0]["flow"]["scores"]
     assert scores["missing"] == ["bias"]
     assert "bias" not in scores
     assert "missing" not in Reader(page(record)).layer(0, 0)[0]["flow"]["scores"]
@@ -229,9 +231,9 @@ def test_without_a_bias() -> None:
 def test_the_largest_components_where_there_is_no_room_for_all() -> None:
     record = seen_of(23, heads=6, width=120, layers=3)
     drawn = list(scenes(record).values())
-    limit = 1_500_000
-    assert 8 <= plan(drawn, limit).components < 120
-    said, data = Reader(page(record, limit=limit)).layer(0, 1)
+    room = 1_350_000
+    assert 8 <= plan(drawn, room).components < 120
+    said, data = Reader(page(record, limit=PROGRAM + room)).layer(0, 1)
     parts = said["flow"]["parts"]
     components = whole(data, parts["components"]).long()
     values, half = signed(data, parts["values"])
@@ -250,7 +252,7 @@ def test_the_largest_components_where_there_is_no_room_for_all() -> None:
 def test_scores_come_first_where_vectors_do_not_fit() -> None:
     """q and k of all tokens in 16 bits, the others in 8 or of the last tokens alone."""
     record = seen_of(61, heads=4, width=64, layers=2)
-    said, data = Reader(page(record, limit=500_000)).layer(0, 1)
+    said, data = Reader(page(record, limit=PROGRAM + 350_000)).layer(0, 1)
     flow = said["flow"]
     assert (flow["q"]["bits"], flow["k"]["bits"], flow["output"]["bits"]) == (16, 16, 8)
     assert flow["q"]["shape"][1] == flow["k"]["shape"][1] == 61

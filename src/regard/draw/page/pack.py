@@ -19,7 +19,7 @@ from torch import Tensor
 
 from regard.draw.page.flow import flow, output_width, score_numbers, vector_numbers
 from regard.draw.page.numbers import Blob, round_to, rounded
-from regard.draw.page.scores import bias_numbers
+from regard.draw.page.scores import has_mask_or_bias
 from regard.draw.page.telling import telling
 from regard.draw.scene import Panel, Scene
 from regard.heads import Role
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
     score_bits: int  # of q and k, which are then stored of all tokens; 0: as the other vectors
     parts: int  # tokens, counted from the last, for which it is stored what each head adds to single components
     components: int  # how many of them, those where the result is largest
-    extra: int  # bytes for the bias of a layer, and for a mask that is not a range of keys for each query
+    extra: int  # bytes for the bias of a layer, and as many for a mask that is not a range of keys for each query
 
 
 def plan(scenes: list[Scene], limit: int) -> Plan:
@@ -93,9 +93,8 @@ def _vectors(panels: list[Panel], room: int, tokens: int) -> tuple[int, int, int
 
 def _parts(panels: list[Panel], room: int, tokens: int) -> tuple[int, int, int]:
     """`parts`, `components` and `extra` of the plan for panels whose every weight is written in 16 bits: up to a
-    sixteenth of the room for what heads add to components, and an eighth for biases."""
-    biased = sum(bias_numbers(panel) > 0 for panel in panels)
-    extra = room // 16 // max(biased, 1)  # (a mask and a bias)
+    sixteenth of the room for what heads add to components, as much for masks, and as much for biases."""
+    extra = room // 16 // max(sum(has_mask_or_bias(panel) for panel in panels), 1)
     projected = [panel for panel in panels if panel.layer.keeps_values and output_width(panel)]
     numbers = sum(panel.heads + 1 for panel in projected)  # of a component of a token: what heads add, and its index
     if not numbers:

@@ -17,14 +17,12 @@ from regard.draw.scene import Panel
 from regard.heads.record.sequences import cut
 from regard.kernels import Call
 
-__all__ = ["bias_numbers", "scores"]
+__all__ = ["has_mask_or_bias", "scores"]
 
 
-def bias_numbers(panel: Panel) -> int:
-    """How many numbers the bias of a layer has, if it is written in full; 0 without one."""
-    calls = _calls(panel)
-    n, m = panel.shape
-    return panel.heads * n * m if any(call.biases for call in calls) else 0
+def has_mask_or_bias(panel: Panel) -> bool:
+    """Whether a layer hides keys, or adds to scores."""
+    return any(call.biases or call.mask is not None for call in _calls(panel))
 
 
 def scores(panel: Panel, room: int, blob: Blob) -> dict[str, Any]:
@@ -68,22 +66,24 @@ def _visible_and_bias(panel: Panel) -> tuple[Tensor, Tensor | None]:
     sequence = panel.layer.text
     assert sequence is not None
     shape = panel.heads, sequence.queries, sequence.total
-    visible, bias = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape)
+    visible = torch.zeros(shape, dtype=torch.bool)
+    bias = torch.zeros(shape) if any(call.biases for call in _calls(panel)) else None
     first = 0
     for call, columns in _cut_calls(panel):
         tile, rows = call.whole(), slice(first, first + call.shape[2])
-        first = rows.stop
+        first, block = rows.stop, (panel.heads, call.shape[2], len(columns))
         seen = torch.ones(1, 1, 1, 1, dtype=torch.bool) if call.mask is None else call.mask.block(tile).cpu()
-        added = torch.zeros(1, 1, 1, 1)
-        for part in call.biases:
-            added = added + part.evaluate(tile).float().cpu()
-        block = panel.heads, call.shape[2], len(columns)
-        visible[:, rows, columns] = (seen & ~added.isneginf())[0].expand(block)
-        bias[:, rows, columns] = added[0].expand(block)
+        if bias is not None:
+            added = torch.zeros(1, 1, 1, 1)
+            for part in call.biases:
+                added = added + part.evaluate(tile).float().cpu()
+            seen = seen & ~added.isneginf()
+            bias[:, rows, columns] = added[0].expand(block)
+        visible[:, rows, columns] = seen[0].expand(block)
     inside = (slice(None), slice(panel.rows.start, panel.rows.stop), slice(panel.cols.start, panel.cols.stop))
-    visible, bias = visible[inside], bias[inside]
-    bias = bias.masked_fill(~visible, 0.0)
-    return _shared(visible), _shared(bias) if bias.any() else None
+    visible = visible[inside]
+    bias = None if bias is None else bias[inside].masked_fill(~visible, 0.0)
+    return _shared(visible), _shared(bias) if bias is not None and bias.any() else None
 
 
 def _cut_calls(panel: Panel) -> Iterator[tuple[Call, Tensor]]:

@@ -109,11 +109,11 @@ class FlowSteps {
     return element(
       "ol",
       { class: "way" },
-      items.map(([name, formula, shapes, numbers]) =>
+      items.map(([name, formula, shapes, numbers], i) =>
         element(
           "li",
           {},
-          element("b", {}, name),
+          element("b", {}, `${i + 1}. ${name}`),
           element("code", { class: "formula" }, formula),
           element("code", { class: "dims" }, shapes),
           element("span", { class: "numbers" }, numbers),

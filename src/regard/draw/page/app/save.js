@@ -235,6 +235,7 @@ function line(text, x, y, style) {
       "font-size": style.fontSize,
       "font-weight": style.fontWeight,
       "font-style": style.fontStyle,
+      "text-decoration": style.textDecorationLine === "line-through" ? "line-through" : null,
       "xml:space": "preserve",
       "font-family": style.fontFamily.includes("mono") ? "monospace" : null,
     },

@@ -59,8 +59,9 @@ class FlowView {
           "This is the way that its numbers went.",
       );
     else if (!flow) notes.push('Vectors were not kept: watch(model, keep="qkv") keeps them. Weights are shown.');
-    else if (!flow.q && !flow.output)
-      notes.push("Vectors of so long a text do not fit into one page; shapes and weights are here.");
+    else if (!flow.q) notes.push("Vectors of so long a text do not fit into one page; shapes and weights are here.");
+    else if (!flow.output)
+      notes.push("Of so long a text q and k fit into the page; values, outputs and results do not.");
     else if (at < 0)
       notes.push(`Vectors are here for tokens ${flow.first} to ${layer.n - 1}; of this one, its weights.`);
     if (flow && flow.width && query < (flow.added || 0))
@@ -76,21 +77,21 @@ class FlowView {
     const first = flow && flow.output ? flow.first : 0;
     const aside = layer.aside(head) || layer.keys.special;
     const words = range(layer.n).filter((i) => i >= first && !layer.queries.special.has(i));
-    const [query] = this.strongestLink(layer, head, new Set(words), aside);
+    const query = this.strongestLink(layer, head, new Set(words), aside);
     if (query >= 0) return query;
     return words.length ? words[Math.floor(words.length / 2)] : first;
   }
 
-  // [query, weight] of the strongest link of some queries to other keys than those set aside; -1 if there is none.
+  // The query of the strongest link of some queries to other keys than those set aside; -1 if there is none.
   strongestLink(layer, head, queries, aside) {
-    let links = [];
-    if (layer.map && !layer.pooled) {
-      const [values, m] = [layer.matrix(head), layer.m];
-      for (const i of queries)
-        for (let j = 0; j < m; j++) if (values[i * m + j] > 0) links.push([i, j, values[i * m + j]]);
-    } else if (layer.links) links = layer.strongestOfAll(head, 256);
-    const fits = links.filter(([query, key]) => queries.has(query) && !aside.has(key));
-    return fits.reduce((best, [query, , weight]) => (weight > best[1] ? [query, weight] : best), [-1, 0]);
+    let [best, most] = [-1, 0];
+    const look = (query, key, weight) => {
+      if (weight > most && queries.has(query) && !aside.has(key)) [best, most] = [query, weight];
+    };
+    if (layer.map && !layer.pooled)
+      layer.matrix(head).forEach((weight, i) => look(Math.floor(i / layer.m), i % layer.m, weight));
+    else if (layer.links) layer.strongestOfAll(head, 256).forEach((link) => look(...link));
+    return best;
   }
 
   // Show the steps of a head; a second time, hide them.
@@ -201,6 +202,7 @@ class FlowView {
   strongest(layer, head, query) {
     if (!layer.map) return null;
     const links = layer.strongest(head, query, 8);
+    if (!links.length) return null;
     return element(
       "ul",
       { class: "strongest" },

@@ -42,14 +42,15 @@ def flow(panel: Panel, how: Plan, blob: Blob) -> dict[str, Any]:
     meta: dict[str, Any] = {"head_dim": q.shape[2], "value_dim": v.shape[2], "kv_heads": k.shape[0]}
     result = None
     if layer.projection is not None:
-        norms, cosines, result = _contributions(panel)
+        added, first = (max(0, n - tokens) for tokens in (how.added, how.vectors))
+        begin = min(added, first)  # (of a long text only the last tokens are stored)
+        norms, cosines, result = _contributions(panel, begin)
         meta["width"] = result.shape[1]
         if how.added:
-            added = max(0, n - how.added)
             meta |= {
                 "added": added,
-                "norms": blob.weights(norms[:, added:], how.vector_bits),
-                "cosines": blob.signed(cosines[:, added:], how.vector_bits),
+                "norms": blob.weights(norms[:, added - begin :], how.vector_bits),
+                "cosines": blob.signed(cosines[:, added - begin :], how.vector_bits),
             }
     if not how.vectors:
         return meta
@@ -61,21 +62,22 @@ def flow(panel: Panel, how: Plan, blob: Blob) -> dict[str, Any]:
     if layer.has_input:
         vectors["input"] = layer.input[panel.item, rows][first:].float()
     if result is not None:
-        vectors["result"] = result[first:]
+        vectors["result"] = result[-how.vectors :]
     return meta | {name: blob.signed(x, how.vector_bits) for name, x in vectors.items()}
 
 
-def _contributions(panel: Panel) -> tuple[Tensor, Tensor, Tensor]:
-    """What each head adds to the layer's output: its norm and its cosine with the sum of all heads, (H, N) each; and
-    the output, (N, W)."""
+def _contributions(panel: Panel, begin: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What each head adds to the layer's output, from query `begin` on: its norm and its cosine with the sum of all
+    heads, (H, N) each; and the output, (N, W)."""
     assert panel.layer.projection is not None
     bias = panel.layer.projection[1]
     norms, cosines, outputs = [], [], []
-    for first in range(0, len(panel.rows), ROWS):
+    for first in range(begin, max(len(panel.rows), begin + 1), ROWS):
         rows = panel.rows[first : first + ROWS]
         added = panel.layer.projected(slice(rows.start, rows.stop))[panel.item].float()  # (H, n, W)
         total = added.sum(0)
         norms.append(added.norm(dim=-1))
-        cosines.append(torch.nn.functional.cosine_similarity(added, total, dim=-1))
+        lengths = norms[-1].clamp(min=1e-8) * total.norm(dim=-1).clamp(min=1e-8)
+        cosines.append((added * total).sum(-1) / lengths)
         outputs.append(total if bias is None else total + bias.float())
     return torch.cat(norms, 1), torch.cat(cosines, 1), torch.cat(outputs)

@@ -144,26 +144,30 @@ def _layer(panel: Panel, how: Plan, blob: Blob) -> dict[str, Any]:
     if not panel.drawable:
         return meta
     full = how.cells is None and panel.layer.exact
-    cells = panel.pooled(*((max(n, 1), max(m, 1)) if full else (how.cells or 256,) * 2))
+    sides = (max(n, 1), max(m, 1)) if full else (how.cells or 256,) * 2
+    pooled = panel.layer.exact and (sides[0] < n or sides[1] < m)
+    links: Any = None
+    if pooled and how.linked != 0:
+        cells, links = panel.drawn(*sides, how.links)
+    else:
+        cells = panel.pooled(*sides)
     meta["map"] = blob.weights(cells, how.bits)
-    exact = full or cells.shape[1:] == (n, m)
-    if not exact and panel.layer.exact:
+    if pooled:
         meta["crops"] = [
             _crop(panel, head, r, c, blob)
             for head in range(panel.heads)
             for r, c in _heaviest_crops(cells[head], n, m, how.crops)
         ]
-        if how.linked != 0:
-            meta["links"] = _links(panel, how, blob)
+        if links is not None:
+            meta["links"] = _links(*links, panel, how, blob)
     vectors = flow(panel, how, blob)
     return meta | ({"flow": vectors} if vectors else {})
 
 
-def _links(panel: Panel, how: Plan, blob: Blob) -> dict[str, Any]:
+def _links(keys: Tensor, strongest: Tensor, panel: Panel, how: Plan, blob: Blob) -> dict[str, Any]:
     """The keys and weights (H, N, links) of the strongest links of each query; or (H, linked, 1) of some queries, with
     their positions in rising order."""
     n, m = panel.shape
-    keys, strongest = panel.links(how.links)
     meta = {}
     if how.linked is not None and how.linked < n:
         queries = strongest[..., 0].nan_to_num(0.0).topk(how.linked, dim=1).indices.sort(1).values  # (H, linked)
@@ -220,5 +224,6 @@ def _heaviest_crops(cells: Tensor, n: int, m: int, crops: int = CROPS) -> Iterat
 
 
 def _crop(panel: Panel, head: int, r: int, c: int, blob: Blob) -> dict[str, Any]:
-    exact = panel.weights(head, slice(r, r + CROP), slice(c, c + CROP))
+    n, m = panel.shape
+    exact = panel.crop(head, slice(r, min(r + CROP, n)), slice(c, min(c + CROP, m)))
     return {"head": head, "row": r, "col": c, **blob.weights(exact[None], 8)}

@@ -85,7 +85,7 @@ class Panel:
         inside = _within(self.rows, rows), _within(self.cols, cols)
         text = self.layer.text
         weights = None if text is None or not self.layer.exact else crop(text, self.item, head, *inside)
-        return self.weights(head, rows, cols) if weights is None else weights.float().cpu()
+        return self.weights(head, rows, cols) if weights is None else weights[0].float().cpu()
 
     def drawn(self, rows: int, cols: int, links: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """What `pooled` and `links` give, from one computation of the weights where that can be."""

@@ -5,7 +5,7 @@ Letters: B batch, H query heads, N queries, M keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,9 +174,18 @@ class Scene:
             tokens are numbered.
         item: which text of the batch. Its padding, as far as the record knows it, is not drawn.
         special: tokens that are special, where their spelling does not show it.
+        progress: a function that is called with numbers from 0 to 1; it may raise, to stop.
     """
 
-    def __init__(self, record: Record, tokens: Any = None, *, item: int = 0, special: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        record: Record,
+        tokens: Any = None,
+        *,
+        item: int = 0,
+        special: Sequence[str] = (),
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
         if not isinstance(record, Record):
             raise bad_type("record", expected="what `regard.watch` gives", received=type(record).__name__)
         if not len(record):
@@ -188,7 +197,8 @@ class Scene:
             )
         self.record = record
         self.panels: list[Panel] = []
-        given = record.tokens if tokens is None else tokens
+        self.tokens = given = record.tokens if tokens is None else tokens
+        self.item = item
         texts, role_tokens, target = _texts(given, item), tokens_of(record, given), first_of_target(record)
         shared = Shared()
         known: dict[Any, Labels] = {}  # layers of one text share their labels
@@ -209,6 +219,8 @@ class Scene:
                 aside = shared.aside.get(layer.name)
                 panel.aside = None if aside is None else aside[item, :, cols.start : cols.stop].cpu()
             self.panels.append(panel)
+            if progress is not None:
+                progress(len(self.panels) / len(record))
 
     def __len__(self) -> int:
         return len(self.panels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -26,7 +27,7 @@ def test_as_long_as_the_table_says(letters: str, seed: int) -> None:
     a, b = ("".join(choose.choices(letters, k=choose.randrange(23))) for _ in range(2))
     pairs = aligned(a, b)
     assert all(a[i] == b[j] for i, j in pairs)
-    assert all(i < k and j < m for (i, j), (k, m) in zip(pairs, pairs[1:], strict=False))
+    assert all(i < k and j < m for (i, j), (k, m) in pairwise(pairs))
     assert len(pairs) == longest(a, b)
 
 
@@ -37,7 +38,9 @@ def test_texts_with_nothing_in_common() -> None:
 
 def test_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(alignment, "MOST", 8)
-    with pytest.raises(ValueError, match="difference: expected texts that differ in at most .*, received 3 and 3; remedy"):
+    with pytest.raises(
+        ValueError, match=r"difference: expected texts that differ in at most .*, received 3 and 3; remedy"
+    ):
         aligned("abc", "xyz")
     assert len(aligned("abcdefgh", "abcdefgh")) == 8  # what is the same does not count
 

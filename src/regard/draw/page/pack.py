@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.draw.page.changes import changes
 from regard.draw.page.flow import flow, vector_numbers
 from regard.draw.page.numbers import Blob, round_to, rounded
+from regard.draw.progress import part_of
 from regard.draw.scene import Panel, Scene
 from regard.heads import Role
 from regard.heads.analysis.labels import Labels
@@ -94,6 +96,7 @@ def packed(
     """The content of a page for some scenes by name. `progress` is called with numbers from 0 to 1, and may raise."""
     how = plan(list(scenes.values()), limit)
     result = Packed({"version": VERSION, "title": title, "runs": []})
+    share = 0.5 if len(scenes) > 1 else 1.0  # of the time, to write the runs; then they are compared
     for number, (name, scene) in enumerate(scenes.items()):
         texts: list[Labels] = []
         layers = []
@@ -109,8 +112,10 @@ def packed(
                 result.blobs[meta["blob"]] = zlib.compress(bytes(blob.data), 6)
             layers.append(meta)
             if progress is not None:
-                progress((number + len(layers) / len(scene)) / len(scenes))
+                progress(share * (number + len(layers) / len(scene)) / len(scenes))
         result.meta["runs"].append({"name": name, "texts": [_text(labels) for labels in texts], "layers": layers})
+    if len(scenes) > 1:
+        result.meta["changes"] = changes(list(scenes.values()), part_of(progress, share, 1.0))
     return result
 
 
@@ -144,13 +149,13 @@ def _layer(panel: Panel, how: Plan, blob: Blob) -> dict[str, Any]:
     if not panel.drawable:
         return meta
     full = how.cells is None and panel.layer.exact
-    sides = (max(n, 1), max(m, 1)) if full else (how.cells or 256,) * 2
-    pooled = panel.layer.exact and (sides[0] < n or sides[1] < m)
+    rows, cols = (max(n, 1), max(m, 1)) if full else (how.cells or 256, how.cells or 256)
+    pooled = panel.layer.exact and (rows < n or cols < m)
     links: Any = None
     if pooled and how.linked != 0:
-        cells, links = panel.drawn(*sides, how.links)
+        cells, links = panel.drawn(rows, cols, how.links)
     else:
-        cells = panel.pooled(*sides)
+        cells = panel.pooled(rows, cols)
     meta["map"] = blob.weights(cells, how.bits)
     if pooled:
         meta["crops"] = [
@@ -159,15 +164,15 @@ def _layer(panel: Panel, how: Plan, blob: Blob) -> dict[str, Any]:
             for r, c in _heaviest_crops(cells[head], n, m, how.crops)
         ]
         if links is not None:
-            meta["links"] = _links(*links, panel, how, blob)
+            meta["links"] = _links(links, panel, how, blob)
     vectors = flow(panel, how, blob)
     return meta | ({"flow": vectors} if vectors else {})
 
 
-def _links(keys: Tensor, strongest: Tensor, panel: Panel, how: Plan, blob: Blob) -> dict[str, Any]:
+def _links(links: tuple[Tensor, Tensor], panel: Panel, how: Plan, blob: Blob) -> dict[str, Any]:
     """The keys and weights (H, N, links) of the strongest links of each query; or (H, linked, 1) of some queries, with
     their positions in rising order."""
-    n, m = panel.shape
+    (n, m), (keys, strongest) = panel.shape, links
     meta = {}
     if how.linked is not None and how.linked < n:
         queries = strongest[..., 0].nan_to_num(0.0).topk(how.linked, dim=1).indices.sort(1).values  # (H, linked)

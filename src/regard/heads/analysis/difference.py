@@ -1,7 +1,7 @@
 """Which heads change between two records: two texts, two models, or one text with and without some heads.
 
-The weights of both are compared query by query, for the queries and keys that the two texts share. What a query gives to
-keys that only one of the texts has counts as given to one more key, "elsewhere". So each query has two distributions
+The weights of both are compared query by query, for the queries and keys that the two texts share. What a query gives
+to keys that only one of the texts has counts as given to one more key, "elsewhere". So each query has two distributions
 over the same keys, and the change is their total variation distance: half the sum of absolute differences, from 0 (the
 same) to 1 (nothing in common). Nothing is renormalised.
 
@@ -45,7 +45,7 @@ class HeadDifference:
         change: the total variation distance of its weights, as a mean over the queries that are compared.
         query, key: where a weight changes most, as (in the first, in the second); `words` are their tokens.
         before, after: that weight in the first record and in the second.
-        elsewhere: the mean mass on keys that the texts do not share (and learned sinks), in the first and in the second.
+        elsewhere: the mean mass on keys that the texts do not share, and on learned sinks, in the first and the second.
         measures: for each measure that is one number per head, its value in the second record minus that in the first.
     """
 
@@ -68,7 +68,7 @@ class Difference(Shown):
 
     Attributes:
         heads: a `HeadDifference` for each head, ranked.
-        shared: how many queries of the first layer are compared; `of`: how many there are, in the first and in the second.
+        shared: how many queries of the first layer are compared; `of`: how many there are, in the first and the second.
     """
 
     def __init__(self, heads: list[HeadDifference], layers: list[str], shared: int, of: tuple[int, int]) -> None:
@@ -118,17 +118,23 @@ class Difference(Shown):
 
 
 def difference(
-    first: Record, second: Record, *, item: int = 0, progress: Callable[[float], None] | None = None
+    first: Record,
+    second: Record,
+    *,
+    tokens: tuple[Any, Any] | None = None,
+    item: int = 0,
+    progress: Callable[[float], None] | None = None,
 ) -> Difference:
-    """Rank the heads of two records by how much their weights change. Layers are compared in call order. Both need q and
-    k (keep="qk"); weights are exact, and computed some rows at a time.
+    """Rank the heads of two records by how much their weights change. Layers are compared in call order. Both need q
+    and k (keep="qk"); weights are exact, and computed some rows at a time.
 
     Args:
         first, second: two texts, two models with equally many heads, or one text with and without heads.
+        tokens: the tokens of both texts, each as `record.tokens`; by default those.
         item: which text of the batch, in both.
         progress: a function that is called with numbers from 0 to 1.
 
-    Tokens are compared by `record.tokens`, else by token ids; without either, texts of one length by position. Texts that
+    Texts are compared by their tokens, else by token ids; without either, texts of one length by position. Texts that
     differ are aligned by a longest common subsequence, and only what they share is compared.
 
     >>> import regard, torch
@@ -144,12 +150,13 @@ def difference(
     """
     _check(first, second)
     targets = first_of_target(first), first_of_target(second)
+    given = (first.tokens, second.tokens) if tokens is None else tokens
     heads: list[HeadDifference] = []
     known: dict[Any, list[tuple[int, int]]] = {}
     sizes: tuple[int, tuple[int, int]] | None = None
     for number, (a, b) in enumerate(zip(first, second, strict=True)):
-        sides = _Sides.of(first, a, number >= targets[0], item), _Sides.of(second, b, number >= targets[1], item)
-        rows, cols = (_shared(*(side[which] for side in sides), known) for which in (0, 1))
+        sides = _Sides.of(given[0], a, number >= targets[0], item), _Sides.of(given[1], b, number >= targets[1], item)
+        rows, cols = (_shared(sides[0][which], sides[1][which], known) for which in (0, 1))
         if sizes is None:
             sizes = len(rows), (len(sides[0].queries), len(sides[1].queries))
         words = tuple({token.slot: token.text for token in tokens} for tokens in sides[0])
@@ -203,18 +210,20 @@ class _Sides(NamedTuple):
     keys: list[_Token]
 
     @staticmethod
-    def of(record: Record, layer: LayerRecord, is_target: bool, item: int) -> _Sides:
+    def of(tokens: Any, layer: LayerRecord, is_target: bool, item: int) -> _Sides:
         batch, _, n, m = layer.shape
         if not 0 <= item < batch:
             raise bad_value("item", expected=f"a text from 0 to {batch - 1}", received=str(item))
-        pair = record.tokens if isinstance(record.tokens, tuple) and len(record.tokens) == 2 else None
-        given = [_row(tokens, item) for tokens in (pair or (record.tokens, record.tokens))]
+        pair = isinstance(tokens, tuple) and len(tokens) == 2 and not any(isinstance(part, str) for part in tokens)
+        given = [_row(part, item) for part in (tokens if pair else (tokens, tokens))]
         text, (source, own) = layer.text, (given[0], given[is_target])
         keys = own if layer.kind == "self" else source
         ids = None if text is None or text.ids is None else text.ids[item if len(text.ids) > 1 else 0].tolist()
         of_keys = _tokens(m, layer.key_padding, item, keys, ids)
         if layer.kind == "self" and n <= m:  # the queries are the last tokens
-            return _Sides([token._replace(slot=token.slot - m + n) for token in of_keys if token.slot >= m - n], of_keys)
+            return _Sides(
+                [token._replace(slot=token.slot - m + n) for token in of_keys if token.slot >= m - n], of_keys
+            )
         return _Sides(_tokens(n, layer.query_padding, item, own, None), of_keys)
 
 
@@ -271,7 +280,7 @@ def _compared(
     number: int, a: LayerRecord, b: LayerRecord, item: int, rows: Pairs, cols: Pairs, words: tuple[dict[int, str], ...]
 ) -> list[HeadDifference]:
     """The heads of one layer."""
-    sums, before, after, largest, places = _sums(a, b, item, rows, cols)
+    sums, before, after, places = _sums(a, b, item, rows, cols)
     changes, outside_a, outside_b = (sums[:3] / sums[3].clamp(min=1)).tolist()
     scalar_a, scalar_b = scalars(a), scalars(b)
     measures = {
@@ -300,11 +309,9 @@ def _compared(
     return heads
 
 
-def _sums(
-    a: LayerRecord, b: LayerRecord, item: int, rows: Pairs, cols: Pairs
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(4, H): sums of the distance, of the mass elsewhere in both, and the number of queries; the weights (H,) before and
-    after, their largest difference (H,), and its query and key (H, 2) among the pairs."""
+def _sums(a: LayerRecord, b: LayerRecord, item: int, rows: Pairs, cols: Pairs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(4, H): sums of the distance, of the mass elsewhere in both, and the number of queries; and where a weight
+    changes most: its value (H,) before and after, and its query and key (H, 2) among the pairs."""
     heads = a.heads
     sums = torch.zeros(4, heads, dtype=torch.float64)
     before, after, largest = (torch.zeros(heads, dtype=torch.float64) - x for x in (0.0, 0.0, 1.0))
@@ -330,7 +337,7 @@ def _sums(
             after = torch.where(better, y[0][every, query, key].double(), after)
             places = torch.where(better[:, None], torch.stack([query + at, key], 1), places)
             at += count
-    return sums, before, after, largest, places
+    return sums, before, after, places
 
 
 def _rows(layer: LayerRecord, item: int, rows: slice, keys: Tensor) -> tuple[Tensor, Tensor]:

@@ -101,9 +101,7 @@ def evidence_of(text: SequenceRecord, facts: TokenFacts, shared: dict[Any, Any] 
     special = torch.zeros_like(first) if facts.special is None else facts.special.to(first.device)
     counts = reader.tokens & ~special[:, special.shape[1] - reader.queries :]  # (1|B, N) queries
     special = special & ~first
-    plain = reader.watched(special) or reader.measured(
-        [Received(), Tokens({"first": first, "special": special})], None
-    )
+    plain = reader.watched(special) or reader.measured([Received(), Tokens({"first": first, "special": special})], None)
     received = plain.values["received"]
     sinks = reader.sinks(received, first | special)
     fixed = (first | special)[:, None]  # (1|B, 1, M)

@@ -39,8 +39,8 @@ def test_a_text_is_looked_at_and_an_error_is_shown(browser: Any, address: str) -
         assert tab.locator(".layer a.head").count() == 72
         tab.fill("form.live textarea", "a cat " * 20)
         tab.click("#live-go")
-        tab.wait_for_selector("#live-status:has-text('remedy')")
-        message = tab.locator("#live-status").text_content()
+        tab.wait_for_selector("#live-error:has-text('remedy')")
+        message = tab.locator("#live-error").text_content()
         assert message.startswith("text: expected at most 20 tokens, as many as this server reads, received 42")
     finally:
         tab.close()

@@ -243,7 +243,8 @@ class CompareView {
         element("b", {}, `${layer.index}.${head}`),
         element("span", { class: "score" }, number(score, 2)),
         element("span", { class: "meter", "aria-hidden": "true" }, meter(score)),
-        element("span", { class: "said" }, role ? `${role.role} ` : "", what),
+        element("span", { class: "role" }, role ? role.role : ""),
+        what.length ? element("span", { class: "said" }, what) : null,
       ),
     );
   }
@@ -463,11 +464,11 @@ const percent = (share) => `${number(100 * share, 2)} %`;
 const sameShape = (a, b) => a[1] === b[1] && a[2] === b[2];
 
 function meter(share) {
-  const width = clamp(share, 0, 1) * 60;
+  const width = clamp(share, 0, 1) * 40;
   return shape(
     "svg",
-    { width: 60, height: 6, viewBox: "0 0 60 6" },
-    shape("rect", { width: 60, height: 6, rx: 3, fill: "var(--edge)" }),
+    { width: 40, height: 6, viewBox: "0 0 40 6" },
+    shape("rect", { width: 40, height: 6, rx: 3, fill: "var(--edge)" }),
     shape("rect", { width: Math.max(width, 1), height: 6, rx: 3, fill: "var(--line)" }),
   );
 }

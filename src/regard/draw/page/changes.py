@@ -33,6 +33,7 @@ def _changes(first: Scene, second: Scene, progress: Callable[[float], None]) -> 
     try:
         change = difference(first.record, second.record, tokens=tokens, item=first.item, progress=progress)
     except ValueError as error:  # (two models of different sizes, two texts that share no word)
+        progress(1.0)
         return {"why": str(error)}
     heads = []
     for head in change.heads[:MOST]:

@@ -31,7 +31,7 @@ def address(minilm: Any) -> Iterator[str]:
 def test_a_text_is_looked_at_and_an_error_is_shown(browser: Any, address: str) -> None:
     tab = browser.new_page()
     try:
-        tab.goto(address)
+        tab.goto(f"{address}#view=model")
         tab.fill("form.live textarea", "A dog sat down")
         tab.click("#live-go")
         tab.wait_for_selector("h1:has-text('A dog sat down')")
@@ -40,8 +40,10 @@ def test_a_text_is_looked_at_and_an_error_is_shown(browser: Any, address: str) -
         assert tab.locator(".layer a.head").count() == 72
         tab.fill("form.live textarea", "a cat " * 20)
         tab.click("#live-go")
-        tab.wait_for_selector("#live-status:has-text('remedy')")
-        message = tab.locator("#live-status").text_content()
+        tab.wait_for_selector("#live-error:has-text('remedy')")
+        message = tab.locator("#live-error").text_content()
         assert message.startswith("text: expected at most 20 tokens, as many as this server reads, received 42")
+        assert "`regard serve --tokens`" in message
+        assert tab.locator("#live-error").get_attribute("role") == "alert"
     finally:
         tab.close()

@@ -72,7 +72,7 @@ def test_a_server_may_read_less_than_its_models():
         said = client.until(client.look("the cat ran", generate=8))["message"]
         assert said == (
             "text: expected at most 10 tokens, as many as this server reads, received 3 and 8 to generate; "
-            "remedy: a shorter text"
+            "remedy: a shorter text, or `regard serve --tokens` with a larger number"
         )
         assert client.until(client.look("the cat", generate=8))["state"] == "done"
 

@@ -17,7 +17,7 @@ from regard.draw.effects import rerun_of
 from regard.draw.encoding import Encoded, decode, encode, encode_text, is_tokenizer, pad_id, stack_rows, tokens_known
 from regard.draw.figure import figure as draw_figure
 from regard.draw.page import page
-from regard.draw.progress import ForwardProgress
+from regard.draw.progress import ForwardProgress, part_of
 from regard.draw.terminal.views import terminal
 from regard.errors import bad_type, bad_value, printable
 from regard.heads import Record, watch
@@ -29,6 +29,7 @@ from regard.models.generation import Rules, tokens
 
 __all__ = ["look", "read"]
 
+READING = 0.6  # of the time for a text and its page is spent on the text, about
 # What tokenizers may return beside the ids: passed on only if the model takes it.
 OPTIONAL = {
     *("attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length"),
@@ -81,10 +82,12 @@ def look(
     >>> seen.layers
     ['self_attn']
     """
-    seen = read(model, tokenizer, text, target=target, generate=generate, **options)
+    progress, reading = options.pop("progress", None), READING if html is not None else 1.0
+    part = part_of(progress, 0.0, reading)
+    seen = read(model, tokenizer, text, target=target, generate=generate, progress=part, **options)
     seen.treebank = treebank
     if html is not None:
-        page(seen, path=html, item=item)
+        page(seen, path=html, item=item, progress=part_of(progress, reading, 1.0))
     if figure is not None:
         draw_figure(seen, path=figure, item=item)
     if show or (show is None and not _in_notebook()):

@@ -53,6 +53,13 @@ class Limits:
     patience: float = 120.0
     reading: float = 5.0
 
+    @staticmethod
+    def of_tokens(tokens: int) -> Limits:
+        """Limits for texts of this many tokens, of eight characters each; what is kept grows with them."""
+        default = Limits()
+        longer = max(1, -(-tokens // default.tokens))
+        return Limits(characters=max(default.characters, 8 * tokens), tokens=tokens, memory=longer * default.memory)
+
     @property
     def body(self) -> int:
         """Bytes of a request: JSON may write a character as twelve."""
@@ -132,7 +139,8 @@ def _check_text(text: Any, limits: Limits) -> str:
         raise RequestError(422, bad_value("text", expected="at least one word", received=short(text)))
     if len(text) > limits.characters:
         expected = f"at most {limits.characters} characters"
-        raise RequestError(422, bad_value("text", expected=expected, received=len(text), remedy="a shorter text"))
+        remedy = "a shorter text, or `regard serve --tokens` with a larger number"
+        raise RequestError(422, bad_value("text", expected=expected, received=len(text), remedy=remedy))
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -41,12 +41,12 @@ def run_look(model: nn.Module, tokenizer: Any, request: LookRequest, limits: Lim
         model, tokenizer, request.text, generate=request.generate, progress=lambda share: progress(share / 2, "reading")
     )
     progress(0.5, "drawing")
-    scene = Scene(seen)
+    scene = Scene(seen, progress=lambda share: progress(0.5 + share / 4, "drawing"))
     content = packed(
         {"text": scene},
         title=_title(request.text, seen.generated),
         limit=limits.page,
-        progress=lambda share: progress(0.5 + share / 2, "drawing"),
+        progress=lambda share: progress(0.75 + share / 4, "drawing"),
     )
     content.meta |= {"model": request.model, "generated": seen.generated}
     page = _to_json(content)
@@ -69,7 +69,7 @@ def run_without(scene: Scene, layer: int, head: int) -> LookResult:
 
 def crop_weights(panel: Panel, head: int, rows: slice, cols: slice) -> dict[str, Any]:
     """The exact weights of a part of a head's map, in the page's format."""
-    code, scale = codes(panel.weights(head, rows, cols)[None], 16)
+    code, scale = codes(panel.crop(head, rows, cols)[None], 16)
     flat = code.flatten()
     low, high = (bytes(part.tolist()) for part in (flat & 255, flat >> 8))
     return {
@@ -104,7 +104,8 @@ def _check_length(model: Any, tokenizer: Any, request: LookRequest, limits: Limi
         why = f"as many as {request.model} reads" if context == most else "as many as this server reads"
         received = f"{tokens} and {request.generate} to generate" if request.generate else str(tokens)
         expected = f"at most {most} tokens, {why}"
-        raise bad_value("text", expected=expected, received=received, remedy="a shorter text")
+        longer = "" if context == most else ", or `regard serve --tokens` with a larger number"
+        raise bad_value("text", expected=expected, received=received, remedy=f"a shorter text{longer}")
 
 
 def _count_tokens(model: Any, tokenizer: Any, text: str) -> int:

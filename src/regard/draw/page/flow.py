@@ -79,27 +79,30 @@ def _vectors(panel: Panel, how: Plan, blob: Blob, result: Tensor | None) -> dict
     if layer.has_input:
         vectors["input"] = layer.input[panel.item, rows][first:]
     if result is not None:
-        vectors["result"] = result[first:]
+        vectors["result"] = result[first - n :]
     return meta | {"first": first} | {name: blob.signed(x.float(), how.vector_bits) for name, x in vectors.items()}
 
 
 def _contributions(panel: Panel, how: Plan, blob: Blob) -> tuple[dict[str, Any], Tensor]:
-    """What is written of what each head adds to the layer's output, and the output, (N, W): of each head the norm and
-    the cosine with the sum of all heads, (H, N) each; the bias of the projection, and parts."""
+    """What is written of what each head adds to the layer's output, and the output of the last tokens, (n, W): of each
+    head the norm and the cosine with the sum of all heads, (H, n) each; the bias of the projection, and parts."""
     assert panel.layer.projection is not None
     bias = panel.layer.projection[1]
     norms, cosines, sums, n = [], [], [], len(panel.rows)
-    for first in range(0, n, ROWS):
+    begin = max(0, n - max(how.added, how.vectors, how.parts, 1))  # (of a long text only the last tokens are stored)
+    for first in range(begin, n, ROWS):
         added = _added(panel, panel.rows[first : first + ROWS])
-        sums.append(added.sum(0))
+        total = added.sum(0)
+        sums.append(total)
         norms.append(added.norm(dim=-1))
-        cosines.append(torch.nn.functional.cosine_similarity(added, sums[-1], dim=-1))
+        lengths = norms[-1].clamp(min=1e-8) * total.norm(dim=-1).clamp(min=1e-8)
+        cosines.append((added * total).sum(-1) / lengths)
     result = torch.cat(sums) if bias is None else torch.cat(sums) + bias.float()
     meta: dict[str, Any] = {}
     if how.added:
         meta["added"] = max(0, n - how.added)
-        meta["norms"] = blob.weights(torch.cat(norms, 1)[:, meta["added"] :], how.vector_bits)
-        meta["cosines"] = blob.signed(torch.cat(cosines, 1)[:, meta["added"] :], how.vector_bits)
+        meta["norms"] = blob.weights(torch.cat(norms, 1)[:, meta["added"] - begin :], how.vector_bits)
+        meta["cosines"] = blob.signed(torch.cat(cosines, 1)[:, meta["added"] - begin :], how.vector_bits)
     if how.vectors and bias is not None:
         meta["bias"] = blob.signed(bias.float()[None], 16)
     if how.parts and how.components:
@@ -121,7 +124,9 @@ def _parts(panel: Panel, how: Plan, result: Tensor, blob: Blob) -> dict[str, Any
     added = _added(panel, panel.rows[first:])
     meta: dict[str, Any] = {"first": first}
     if how.components < added.shape[2]:
-        largest = result[first:].abs().nan_to_num(0.0).topk(how.components, dim=1).indices.sort(1).values
+        largest = (
+            result[first - len(panel.rows) :].abs().nan_to_num(0.0).topk(how.components, dim=1).indices.sort(1).values
+        )
         added = added.gather(2, largest.expand(len(added), -1, -1))
         meta["components"] = blob.integers(largest, 16 if result.shape[1] <= 65536 else 32)
     return meta | {"values": blob.signed(added, 16)}

@@ -44,9 +44,12 @@ class Blob:
     def integers(self, values: Tensor, bits: int) -> dict[str, Any]:
         """Integers from 0: the low bytes of all first, then the next bytes, which compresses better."""
         at = len(self.data)
-        flat = values.to(torch.int64).flatten().cpu()
-        for shift in range(0, bits, 8):
-            self.data += _bytes(((flat >> shift) & 255).to(torch.uint8))
+        flat = values.flatten().cpu()
+        if bits == 8:
+            self.data += _bytes(flat.to(torch.uint8))
+        else:
+            planes = flat.to(torch.int32).view(torch.uint8).view(-1, 4)  # (low bytes first, as in memory)
+            self.data += _bytes(planes[:, : bits // 8].T)
         return {"at": at, "shape": list(values.shape), "bits": bits}
 
     def weights(self, values: Tensor, bits: int) -> dict[str, Any]:

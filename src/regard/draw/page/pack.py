@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.draw.page.changes import changes
 from regard.draw.page.flow import flow, output_width, score_numbers, vector_numbers
 from regard.draw.page.numbers import Blob, round_to, rounded
 from regard.draw.page.scores import has_mask_or_bias
 from regard.draw.page.telling import telling
+from regard.draw.progress import part_of
 from regard.draw.scene import Panel, Scene
 from regard.heads import Role
 from regard.heads.analysis.labels import Labels
@@ -128,6 +130,7 @@ def packed(
     """The content of a page for some scenes by name. `progress` is called with numbers from 0 to 1, and may raise."""
     how = plan(list(scenes.values()), limit)
     result = Packed({"version": VERSION, "title": title, "runs": []})
+    share = 0.5 if len(scenes) > 1 else 1.0  # of the time, to write the runs; then they are compared
     for number, (name, scene) in enumerate(scenes.items()):
         texts: list[Labels] = []
         layers = []
@@ -143,9 +146,11 @@ def packed(
                 result.blobs[meta["blob"]] = zlib.compress(bytes(blob.data), 6)
             layers.append(meta)
             if progress is not None:
-                progress((number + len(layers) / len(scene)) / len(scenes))
+                progress(share * (number + len(layers) / len(scene)) / len(scenes))
         run = {"name": name, "texts": [_text(labels) for labels in texts], "layers": layers}
         result.meta["runs"].append(run | telling(scene))
+    if len(scenes) > 1:
+        result.meta["changes"] = changes(list(scenes.values()), part_of(progress, share, 1.0))
     return result
 
 
@@ -179,26 +184,30 @@ def _layer(panel: Panel, how: Plan, blob: Blob) -> dict[str, Any]:
     if not panel.drawable:
         return meta
     full = how.cells is None and panel.layer.exact
-    cells = panel.pooled(*((max(n, 1), max(m, 1)) if full else (how.cells or 256,) * 2))
+    rows, cols = (max(n, 1), max(m, 1)) if full else (how.cells or 256, how.cells or 256)
+    pooled = panel.layer.exact and (rows < n or cols < m)
+    links: Any = None
+    if pooled and how.linked != 0:
+        cells, links = panel.drawn(rows, cols, how.links)
+    else:
+        cells = panel.pooled(rows, cols)
     meta["map"] = blob.weights(cells, how.bits)
-    exact = full or cells.shape[1:] == (n, m)
-    if not exact and panel.layer.exact:
+    if pooled:
         meta["crops"] = [
             _crop(panel, head, r, c, blob)
             for head in range(panel.heads)
             for r, c in _heaviest_crops(cells[head], n, m, how.crops)
         ]
-        if how.linked != 0:
-            meta["links"] = _links(panel, how, blob)
+        if links is not None:
+            meta["links"] = _links(links, panel, how, blob)
     vectors = flow(panel, how, blob)
     return meta | ({"flow": vectors} if vectors else {})
 
 
-def _links(panel: Panel, how: Plan, blob: Blob) -> dict[str, Any]:
+def _links(links: tuple[Tensor, Tensor], panel: Panel, how: Plan, blob: Blob) -> dict[str, Any]:
     """The keys and weights (H, N, links) of the strongest links of each query; or (H, linked, 1) of some queries, with
     their positions in rising order."""
-    n, m = panel.shape
-    keys, strongest = panel.links(how.links)
+    (n, m), (keys, strongest) = panel.shape, links
     meta = {}
     if how.linked is not None and how.linked < n:
         queries = strongest[..., 0].nan_to_num(0.0).topk(how.linked, dim=1).indices.sort(1).values  # (H, linked)
@@ -255,5 +264,6 @@ def _heaviest_crops(cells: Tensor, n: int, m: int, crops: int = CROPS) -> Iterat
 
 
 def _crop(panel: Panel, head: int, r: int, c: int, blob: Blob) -> dict[str, Any]:
-    exact = panel.weights(head, slice(r, r + CROP), slice(c, c + CROP))
+    n, m = panel.shape
+    exact = panel.crop(head, slice(r, min(r + CROP, n)), slice(c, min(c + CROP, m)))
     return {"head": head, "row": r, "col": c, **blob.weights(exact[None], 8)}

@@ -141,6 +141,12 @@ class Record:
 
         return roles(self, **options)
 
+    def difference(self, other: Record, **options: Any) -> Any:
+        """The heads ranked by how much they change in another record. See `heads.analysis.difference`."""
+        from regard.heads.analysis.difference import difference
+
+        return difference(self, other, **options)
+
     def save(self, path: Any) -> None:
         """Write it to a file. See `heads.record.record_io`."""
         from regard.heads.record.record_io import save

@@ -49,6 +49,7 @@ class Live {
     );
     this.bar = element("progress", { max: 1, value: 0, hidden: true, "aria-label": "progress" });
     this.status = element("span", { role: "status", id: "live-status" });
+    this.error = element("p", { role: "alert", class: "status", id: "live-error" });
     this.chosen();
     return element(
       "form",
@@ -64,6 +65,7 @@ class Live {
         this.bar,
         this.status,
       ),
+      this.error,
     );
   }
 
@@ -85,12 +87,13 @@ class Live {
   async run(begun, take = null) {
     if (this.go.disabled) return;
     this.busy(true);
-    this.status.textContent = "";
+    this.status.textContent = this.error.textContent = "";
     try {
       this.job = await begun();
       await this.follow(take);
     } catch (error) {
-      this.status.textContent = error.message;
+      this.status.textContent = "";
+      this.error.textContent = error.message;
     }
     this.job = null;
     this.busy(false);

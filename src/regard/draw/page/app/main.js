@@ -60,14 +60,18 @@ class App {
     return this.data.runs[clamp(this.state.run, 0, this.data.runs.length - 1)];
   }
 
+  // The layer and head where none was chosen: by the view, or the clearest of the text.
+  get best() {
+    return (this.view.best && this.view.best()) || this.run.best;
+  }
+
   get layer() {
-    const wanted = this.state.layer < 0 ? this.run.best[0] : this.state.layer;
+    const wanted = this.state.layer < 0 ? this.best[0] : this.state.layer;
     return this.run.layers[clamp(wanted, 0, this.run.layers.length - 1)];
   }
 
-  // Where none was chosen, the clearest head of the text.
   get head() {
-    const best = this.state.layer < 0 ? this.run.best[1] : 0;
+    const best = this.state.layer < 0 ? this.best[1] : 0;
     return clamp(this.state.head < 0 ? best : this.state.head, 0, this.layer.heads - 1);
   }
 

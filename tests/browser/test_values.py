@@ -67,7 +67,7 @@ def test_a_screen_with_more_pixels(look: Callable[..., Look], real: Written) -> 
 
 def test_eight_bits(look: Callable[..., Look], folder: Any) -> None:
     """Where two bytes for each weight are too many, it is one."""
-    page = write(folder / "eight.html", stack(1, 2, 149), [str(i) for i in range(149)], limit=400_000)
+    page = write(folder / "eight.html", stack(1, 2, 149), [str(i) for i in range(149)], limit=500_000)
     tab = look(page, "#view=head&layer=0&head=1")
     assert (tab.ask("regard.layer.map.bits"), tab.ask("regard.layer.pooled")) == (8, False)
     # (within a cell of a few pixels, the middle is where the pointer is sure to be)
@@ -149,7 +149,7 @@ def test_links_of_a_pooled_map(look: Callable[..., Look], long: Written) -> None
 
 def test_links_of_some_queries(look: Callable[..., Look], folder: Path) -> None:
     """Of a text so long that not every query can have one: the strongest of each head."""
-    longer = write(folder / "longer.html", stack(2, 12, 701, 24), [f"{i} tok" for i in range(701)], limit=300_000)
+    longer = write(folder / "longer.html", stack(2, 12, 701, 24), [f"{i} tok" for i in range(701)], limit=400_000)
     tab = look(longer, "#view=head&layer=1&head=2")
     weights = longer.weights(1, 2)
     _, rows, k = tab.ask("regard.layer.links.keys.shape")

@@ -106,8 +106,8 @@ def _html(
     limit: int = LIMIT,
     progress: Callable[[float], None] | None = None,
 ) -> str:
-    if not isinstance(limit, int) or limit < 200_000:
-        raise bad_value("limit", expected="at least 200000 bytes", received=repr(limit))
+    if not isinstance(limit, int) or limit < 350_000:
+        raise bad_value("limit", expected="at least 350000 bytes", received=repr(limit))
     drawn = scenes(seen, tokens, item, part_of(progress, 0.0, ROLES))
     if title is None:
         title = _title(next(iter(drawn.values())))

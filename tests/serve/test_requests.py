@@ -26,5 +26,5 @@ def test_what_is_wrong_is_said_in_words(client, body, status, words):
 
 def test_limits_for_longer_texts():
     longer = Limits.of_tokens(8192)
-    assert (longer.tokens, longer.characters, longer.memory) == (8192, 65_536, 4 * Limits().memory)
+    assert (longer.tokens, longer.characters, longer.memory) == (8192, 64_000, 4 * Limits().memory)
     assert Limits.of_tokens(100) == Limits(tokens=100)

@@ -48,10 +48,6 @@ def look(
     """What every head attends to: a picture in the terminal at once, the page and a figure on request."""
     if head is not None and layer is None:
         raise bad_value("head", expected="a layer with it", received="none", remedy="--layer 0 --head 2")
-    if (without or against) and html is None and not open_page:
-        raise bad_value(
-            "--without and --against", expected="a page to compare in", received="none", remedy="--html FILE, or --open"
-        )
     first, second = common.text_of(text), None if against is None else common.text_of(against)
     loaded = common.load_model(model, dtype, check)
     new_tokens = generate if isinstance(loaded, models.Decoder) else 0

@@ -55,10 +55,10 @@ class Limits:
 
     @staticmethod
     def of_tokens(tokens: int) -> Limits:
-        """Limits for texts of this many tokens, of eight characters each; what is kept grows with them."""
+        """Limits for texts of this many tokens: characters, and what is kept, grow with them."""
         default = Limits()
         longer = max(1, -(-tokens // default.tokens))
-        return Limits(characters=max(default.characters, 8 * tokens), tokens=tokens, memory=longer * default.memory)
+        return Limits(characters=longer * default.characters, tokens=tokens, memory=longer * default.memory)
 
     @property
     def body(self) -> int:

@@ -100,9 +100,9 @@ class WordsView {
 
   // The map of a head, in words. All maps of a page that are not pooled are small enough to be kept.
   picture(layer, head) {
-    const key = JSON.stringify([layer.run.number, this.options]);
-    if (this.key !== key) this.pictures.clear();
-    this.key = key;
+    const options = JSON.stringify(this.options);
+    if (this.of !== layer.run || this.with !== options) this.pictures.clear();
+    Object.assign(this, { of: layer.run, with: options });
     const place = `${layer.index}.${head}`;
     if (!this.pictures.has(place)) this.pictures.set(place, Picture.of(layer, head, this.options));
     return this.pictures.get(place);

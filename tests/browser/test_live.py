@@ -38,6 +38,12 @@ def test_a_text_is_looked_at_and_an_error_is_shown(browser: Any, address: str) -
         tab.click("#tab-model")
         tab.wait_for_selector(".layer a.head .thumb")
         assert tab.locator(".layer a.head").count() == 72
+        tab.click("#tab-words")
+        tab.wait_for_selector("#word-2:has-text('dog')")
+        tab.fill("form.live textarea", "Two cats ran up")
+        tab.click("#live-go")
+        tab.wait_for_selector("#word-2:has-text('cats')")  # and its strips are of the new text, as long as the other
+        assert tab.evaluate("[...regard.view.pictures.values()].every(picture => picture.layer.run === regard.run)")
         tab.fill("form.live textarea", "a cat " * 20)
         tab.click("#live-go")
         tab.wait_for_selector("#live-error:has-text('remedy')")

@@ -37,6 +37,8 @@ SCRIPTS = (
     "view_story",
     "view_model",
     "view_head",
+    "word_choice",
+    "word_strips",
     "view_words",
     "flow_parts",
     "flow_scores",
@@ -66,8 +68,8 @@ def page(
     limit: int = LIMIT,
     progress: Callable[[float], None] | None = None,
 ) -> str | Path:
-    """Draw a record as one HTML file that opens anywhere, without a network: all heads, one head, the flow of one
-    token, a table, comparisons.
+    """Draw a record as one HTML file that opens anywhere, without a network: all heads, one head, one word, the
+    flow of one token, a table, comparisons.
 
     Args:
         seen: the record that `watch` gave, best with keep="qkv": q and k give maps, v gives the flow. Several records

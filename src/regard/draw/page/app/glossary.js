@@ -163,9 +163,9 @@ function explained(node, text) {
 }
 
 // A word with its explanation.
-function term(word, text, id) {
+function explainedTerm(word, text, id) {
   return explained(element("button", { type: "button", class: "term", id }, word), text);
 }
 
-const roleTerm = (role, id) => term(role, roleWords(role), id);
-const measureTerm = (name, id) => term(name, measureWords(name), id);
+const roleTerm = (role, id) => explainedTerm(role, roleWords(role), id);
+const measureTerm = (name, id) => explainedTerm(name, measureWords(name), id);

@@ -190,7 +190,7 @@ class HeadView {
   role(layer, head) {
     const role = layer.role(head);
     if (!role && layer.kind === "cross") return "cross attention";
-    if (!role) return term("no role", NO_ROLE, "the-role");
+    if (!role) return explainedTerm("no role", NO_ROLE, "the-role");
     const also = role.also.flatMap((name, i) => [i ? ", " : "; also ", roleTerm(name, `also-${i}`)]);
     return [roleTerm(role.role, "the-role"), element("small", {}, ` ${role.words}`, also)];
   }

@@ -99,7 +99,7 @@ class TableView {
     const top = columns.map((name) =>
       element(
         "th",
-        { scope: "col", class: isNumber(name) ? "number" : "", "aria-sort": sorted(name) },
+        { scope: "col", class: isNumberColumn(name) ? "number" : "", "aria-sort": sorted(name) },
         explained(
           element(
             "button",
@@ -117,7 +117,7 @@ class TableView {
   filled(columns, rows) {
     const { run } = this.app;
     const all = run.heads().map(({ layer, head }) => this.row(layer, head));
-    const measures = columns.filter((name) => isNumber(name) && name !== "layer" && name !== "head");
+    const measures = columns.filter((name) => isNumberColumn(name) && name !== "layer" && name !== "head");
     const shown = {};
     const ends = {};
     for (const name of measures) {
@@ -132,7 +132,7 @@ class TableView {
         element(
           "tr",
           {},
-          columns.map((name) => (shown[name] ? measure(row[name], shown[name], ends[name]) : this.cell(row, name))),
+          columns.map((name) => (shown[name] ? measureCell(row[name], shown[name], ends[name]) : this.cell(row, name))),
         ),
       ),
     );
@@ -165,10 +165,10 @@ class TableView {
   }
 }
 
-const isNumber = (column) => !["name", "kind", "role", "also"].includes(column);
+const isNumberColumn = (column) => !["name", "kind", "role", "also"].includes(column);
 
 // A number with a bar behind it, as long as its place between the ends of its column.
-function measure(value, shown, [low, high]) {
+function measureCell(value, shown, [low, high]) {
   if (value === null) return element("td", { class: "number" });
   const node = element("td", { class: "number" }, shown(value));
   if (high > low) node.style.setProperty("--share", `${(100 * (value - low)) / (high - low)}%`);

@@ -1,18 +1,15 @@
 // Words: what every head does with one word, in both directions: what it looks at, and who looks at it.
 
-const SENTENCE = 120; // words in sight, at most; of a longer text a part
-const MATCHES = 24; // words that a search finds, at most
-const THIN = 96; // cells of a strip, at most
-const LISTED = 8; // heads in a list
+const HEADS_LISTED = 8; // heads in a list
 
 class WordsView {
   constructor(app) {
     this.app = app;
     this.node = element("section", { class: "view words", "aria-label": "Words" });
     this.readout = element("output", { class: "readout", id: "word-readout", "aria-live": "polite" });
-    this.found = element("div", { class: "found" });
     this.panel = element("div", { class: "peek", id: "peek", role: "group", "aria-label": "the head in focus" });
-    this.sought = "";
+    this.choice = new WordChoice(this);
+    this.known = new WeakMap(); // words of long texts
     this.pictures = new Map();
     this.canvases = new Map(); // of strips, to be used again
   }
@@ -48,7 +45,7 @@ class WordsView {
     fill(
       this.node,
       this.controls(layers),
-      this.sentence(),
+      this.choice.show(),
       this.note(layers, pooled),
       layers.length ? this.results(layers) : null,
     );
@@ -87,17 +84,25 @@ class WordsView {
 
   // Of a long text: the links that the page has, by words. They are not divided by what is left of their query.
   keptStrip({ layer, head, resting }, way) {
-    const units = unitsOf(way === "to" ? layer.keys : layer.queries, true, true);
     const links = layer.links ? keptLinksOf(layer, head, this.units[this.at], way) : [];
     const counted = this.options.aside ? links.filter(([, key]) => !resting.has(key)) : links;
-    return WordStrip.kept(units, unitsOf(layer.queries, true, true), counted, way);
+    return WordStrip.kept(this.wordsOf(layer.keys), this.wordsOf(layer.queries), counted, way);
+  }
+
+  // The words of a long text, and the word of each token: once for all heads.
+  wordsOf(text) {
+    if (!this.known.has(text)) {
+      const units = unitsOf(text, true, true);
+      this.known.set(text, { units, numbers: unitNumbers(units) });
+    }
+    return this.known.get(text);
   }
 
   // The map of a head, in words. All maps of a page that are not pooled are small enough to be kept.
   picture(layer, head) {
-    const key = JSON.stringify([layer.run.number, this.options]);
-    if (this.key !== key) this.pictures.clear();
-    this.key = key;
+    const options = JSON.stringify(this.options);
+    if (this.of !== layer.run || this.with !== options) this.pictures.clear();
+    Object.assign(this, { of: layer.run, with: options });
     const place = `${layer.index}.${head}`;
     if (!this.pictures.has(place)) this.pictures.set(place, Picture.of(layer, head, this.options));
     return this.pictures.get(place);
@@ -142,96 +147,9 @@ class WordsView {
     );
   }
 
-  // The text as words to choose from; of a long text a part, and a search.
-  sentence() {
-    const count = this.units.length;
-    const first = clamp(this.at - SENTENCE / 2, 0, Math.max(0, count - SENTENCE));
-    const words = this.units.slice(first, first + SENTENCE).map((unit, i) => this.word(unit, first + i));
-    const list = element(
-      "div",
-      {
-        class: "sentence",
-        role: "radiogroup",
-        "aria-label": "word",
-        onkeydown: (event) => this.wordKey(event),
-      },
-      words,
-    );
-    if (count <= SENTENCE) return list;
-    const search = element("input", {
-      type: "search",
-      id: "find-word",
-      value: this.sought,
-      oninput: (event) => this.search(event.target.value),
-    });
-    const range_ = `words ${first}–${first + words.length - 1} of ${count}, around the chosen one`;
-    this.search(this.sought);
-    return element(
-      "div",
-      {},
-      element("div", { class: "controls" }, field("Find", search), element("small", {}, range_)),
-      this.found,
-      list,
-    );
-  }
-
-  word([first, last, label], at) {
-    const chosen = at === this.at;
-    return element(
-      "button",
-      {
-        type: "button",
-        role: "radio",
-        id: `word-${first}`,
-        "aria-checked": String(chosen),
-        tabindex: chosen ? 0 : -1,
-        class: this.text.special.has(first) ? "special" : "",
-        title: short(`${first}${last - first > 1 ? `–${last - 1}` : ""} ${label}`, 200),
-        dir: "auto",
-        onclick: () => this.choose(at),
-      },
-      short(label, 24),
-    );
-  }
-
   choose(at, moved = false) {
     this.moved = moved;
     this.app.state.set({ word: this.units[at][0] });
-  }
-
-  wordKey(event) {
-    const last = this.units.length - 1;
-    const to = {
-      ArrowLeft: this.at - 1,
-      ArrowUp: this.at - 1,
-      ArrowRight: this.at + 1,
-      ArrowDown: this.at + 1,
-      Home: 0,
-      End: last,
-    };
-    if (event.ctrlKey || event.metaKey || event.altKey || !Object.hasOwn(to, event.key)) return;
-    event.preventDefault();
-    event.stopPropagation();
-    this.choose(clamp(to[event.key], 0, last), true);
-  }
-
-  // The words that hold some letters, as buttons.
-  search(letters) {
-    this.sought = letters;
-    const wanted = letters.trim().toLowerCase();
-    const found = [];
-    if (wanted)
-      for (let i = 0; i < this.units.length && found.length <= MATCHES; i++)
-        if (this.units[i][2].toLowerCase().includes(wanted)) found.push(i);
-    const button = (at) =>
-      element(
-        "button",
-        { type: "button", class: "crop", id: `found-${at}`, dir: "auto", onclick: () => this.choose(at) },
-        `${this.units[at][0]} ${isolated(short(this.units[at][2], 20))}`,
-      );
-    const more = found.length > MATCHES ? element("small", {}, "and more: write on") : null;
-    const none = wanted && !found.length ? element("small", {}, "no such word") : null;
-    fill(this.found, found.slice(0, MATCHES).map(button), more, none);
   }
 
   note(layers, pooled) {
@@ -497,7 +415,7 @@ class WordsView {
         return link ? [{ cell, unit: link[0], value: link[1] }] : [];
       })
       .sort((a, b) => b.value - a.value)
-      .slice(0, LISTED);
+      .slice(0, HEADS_LISTED);
   }
 
   list(way) {
@@ -529,92 +447,6 @@ class WordsView {
       },
     );
   }
-}
-
-// The weights between a word and the words of a text.
-class WordStrip {
-  // links: [unit, value], a list of all or of those that are kept; step: the precision of a unit's value.
-  constructor(units, links, step) {
-    this.units = units;
-    this.values = new Map(links);
-    this.links = links.filter(([, value]) => value > 0).sort((a, b) => b[1] - a[1]);
-    this.step = step;
-    this.cells = Math.min(units.length, THIN);
-  }
-
-  // From links [query, key, weight, step] of tokens: those of a word's tokens are added up as keys, averaged as queries.
-  static kept(units, queries, links, way) {
-    const at = unitNumbers(units);
-    const sizes = unitNumbers(queries).map((unit) => queries[unit][1] - queries[unit][0]);
-    const [values, steps] = [new Map(), new Map()];
-    for (const [query, key, weight, step] of links) {
-      const unit = at[way === "to" ? key : query];
-      values.set(unit, (values.get(unit) || 0) + weight / sizes[query]);
-      steps.set(unit, (steps.get(unit) || 0) + step / sizes[query]);
-    }
-    return new WordStrip(units, [...values], (unit) => steps.get(unit));
-  }
-
-  value(unit) {
-    return this.values.get(unit) || 0;
-  }
-
-  cellOf(unit) {
-    return Math.floor((unit * this.cells) / this.units.length);
-  }
-
-  paint(canvas, top, scale) {
-    const values = new Float32Array(this.cells);
-    for (const [unit, value] of this.links) values[this.cellOf(unit)] = Math.max(values[this.cellOf(unit)], value);
-    painted(values, 1, this.cells, top, { scale, canvas });
-  }
-
-  // The unit at a place from 0 to 1: the strongest of its cell; -1 if none is known there.
-  under(place) {
-    const cell = clamp(Math.floor(place * this.cells), 0, this.cells - 1);
-    if (this.cells === this.units.length) return this.values.has(cell) ? cell : -1;
-    const found = this.links.find(([unit]) => this.cellOf(unit) === cell);
-    return found ? found[0] : -1;
-  }
-}
-
-// The unit of each token.
-function unitNumbers(units) {
-  const numbers = [];
-  units.forEach(([first, last], unit) => {
-    for (let token = first; token < last; token++) numbers[token] = unit;
-  });
-  return numbers;
-}
-
-// [query, key, weight, step] of the links of a pooled map that begin or end in a word.
-function keptLinksOf(layer, head, [first, last], way) {
-  const { keys, queries } = layer.links;
-  const [, rows, k] = keys.shape;
-  const found = [];
-  const add = (query, at) => {
-    const { value, step } = layer.linked(head, at);
-    if (value > 0) found.push([query, keys.codes[at], value, step]);
-  };
-  if (way === "to")
-    for (let query = first; query < last; query++) {
-      const [from, to] = layer.linksOf(head, query);
-      for (let at = from; at < to; at++) add(query, at);
-    }
-  else
-    for (let at = head * rows * k; at < (head + 1) * rows * k; at++)
-      if (keys.codes[at] >= first && keys.codes[at] < last) {
-        const row = Math.floor(at / k);
-        add(queries ? queries.codes[row] : row - head * rows, at);
-      }
-  return found;
-}
-
-// The number of a long word of one token among the first, to begin with: as a rule it has content.
-function longestWord(units, text) {
-  const length = ([first, last, label]) =>
-    text.special.has(first) || label.length > 20 ? 0 : label.length / (last - first);
-  return units.slice(0, SENTENCE).reduce((best, unit, i) => (length(unit) > length(units[best]) ? i : best), 0);
 }
 
 // What a text is to the layers of a model with several.

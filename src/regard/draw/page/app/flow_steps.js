@@ -95,14 +95,19 @@ class FlowSteps {
       "Mask",
       hidden ? "hidden keys get −∞" : "no key is hidden",
       `(${m})`,
-      hidden ? `${hidden} of ${m} keys are hidden: crossed out below` : "every key may be seen",
+      hidden ? `${hidden} of ${m} keys are hidden: crossed out in the table` : "every key may be seen",
     ]);
     return this.items([...items, ...this.softmaxItems(m, e)]);
   }
 
   unknownItem() {
     const what = this.scores.incomplete.join(" and the ");
-    return ["Then", `the ${what} of this layer`, "", `which this page has no room for; the stored weights are below`];
+    return [
+      "Then",
+      `the ${what} of this layer`,
+      "",
+      `which this page has no room for; the stored weights are in the table`,
+    ];
   }
 
   items(items) {

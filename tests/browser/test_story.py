@@ -43,7 +43,7 @@ def decoder(smollm2: Any, folder: Path) -> Written:
 
 def cards(tab: Look) -> list[tuple[str, str]]:
     found = tab.ask(
-        "[...document.querySelectorAll('.card')].map(x => [x.dataset.kind, x.querySelector('.sentence').textContent])"
+        "[...document.querySelectorAll('.card')].map(x => [x.dataset.kind, x.querySelector('.told').textContent])"
     )
     return [(kind, plain(text)) for kind, text in found]
 

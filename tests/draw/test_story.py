@@ -208,7 +208,7 @@ def expected_numbers(card: Card, seen: Record, scene: Scene, roles: Roles) -> li
         (q0, q1), (k0, k1), _ = card.links[0]
         numbers.append(f"{weights[q0:q1, k0:k1].sum(1).mean().item():.2f}")
     if card.rests_on:
-        numbers.append(f"{alone.evidence[alone.rests_on]:.0%}")
+        numbers.append(f"{1 - alone.rest:.0%}")
     return numbers
 
 

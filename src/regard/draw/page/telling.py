@@ -7,9 +7,9 @@ from typing import Any
 
 from regard.draw.effects import LONGEST, Effect, Effects, effects, is_causal
 from regard.draw.page.numbers import round_to
-from regard.draw.scene import Scene
+from regard.draw.scene import Panel, Scene
 from regard.draw.story import Card, story
-from regard.draw.story.cards import KINDS
+from regard.draw.story.cards import KINDS, named
 
 __all__ = ["effect_json", "effects_json", "telling"]
 
@@ -18,20 +18,23 @@ def telling(scene: Scene) -> dict[str, Any]:
     """The story of one text; and, of a text that is not long and whose model is still there, what changes without each
     of its heads."""
     told = story(scene)
-    content: dict[str, Any] = {"story": {"cards": [_card(card) for card in told.cards], "absent": told.absent}}
+    cards = [_card(card, scene[card.layer]) for card in told.cards]
+    content: dict[str, Any] = {"story": {"cards": cards, "absent": told.absent}}
     content["causal"] = is_causal(scene.record)
     found = _effects(scene, {(card.layer, card.head) for card in told.cards})
     return content | ({"effects": effects_json(found)} if found is not None else {})
 
 
-def _card(card: Card) -> dict[str, Any]:
+def _card(card: Card, panel: Panel) -> dict[str, Any]:
+    tokens = {"query": panel.queries.text, "key": panel.keys.text}
+    parts = card.parts()
     return {
         "kind": card.kind,
         "name": KINDS[card.kind],
         "role": card.role,
         "layer": card.layer,
         "head": card.head,
-        "sentence": [part if isinstance(part, str) else [part[0], *part[1]] for part in card.parts()],
+        "sentence": [p if isinstance(p, str) else [p[0], *p[1], named(tokens[p[0]], p[1])] for p in parts],
         "links": [[*link.query, *link.key, round_to(link.weight, 4)] for link in card.links],
     }
 

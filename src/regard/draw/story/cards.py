@@ -21,11 +21,12 @@ from regard.heads.analysis.syntax.questions import TO_DEPENDENT, TO_HEAD
 from regard.heads.analysis.syntax.report import ROLES as RELATIONS
 from regard.heads.analysis.token_classes import is_punctuation
 
-__all__ = ["KINDS", "Card", "Story", "story"]
+__all__ = ["KINDS", "Card", "Story", "named", "story"]
 
 LINKS = 3  # that a card shows
 LONGEST = 1024  # tokens up to which links are looked for
 NEAR = 3  # tokens to each side that are local
+WORTH_A_WORD = 0.2  # of a head's mass on its resting place, to be said of it
 LEAST_REST = 0.5  # of a head's mass on its resting place, for the card of resting
 _OFFSETS = {"previous": -1, "itself": 0, "next": 1} | {f"offset {k:+d}": k for k in range(-8, 9) if abs(k) > 1}
 _WORDS = {rule.name: rule.words for rule in ROLES if rule.words}
@@ -54,7 +55,7 @@ class Card:
         layer, head: which head.
         does: what it does, after "Head 2.8 "; `evidence`: how well, in figures.
         links: what it links in this text, the strongest first; a weight is what the map shows.
-        rests, rests_on: the share of its attention on its resting place, and that place in words; "" for none.
+        rests, rests_on: the share of its attention on its resting place, and where most of that is; "" if it is little.
         strength: by which it was chosen among the heads of its kind.
         checked: whether the links are instances of what it does; False for a relation of syntax, if no tree says so.
     """
@@ -79,14 +80,14 @@ class Card:
             here = ": here " if self.checked else "; its clearest link here: "
             parts += [here, ("query", query), " looks at ", ("key", key), f", {weight:.2f}"]
         if self.rests_on:
-            parts.append(f"; rests on {self.rests_on} with {self.rests:.0%} of its attention")
+            parts.append(f"; rests with {self.rests:.0%} of its attention, mostly on {self.rests_on}")
         return [*parts, "."]
 
     def text(self, scene: Scene) -> str:
         """The whole sentence."""
         panel = scene[self.layer]
         sides = {"query": panel.queries.text, "key": panel.keys.text}
-        return "".join(part if isinstance(part, str) else _named(sides[part[0]], part[1]) for part in self.parts())
+        return "".join(part if isinstance(part, str) else named(sides[part[0]], part[1]) for part in self.parts())
 
 
 class Story(NamedTuple):
@@ -96,9 +97,15 @@ class Story(NamedTuple):
     absent: list[str]
 
 
-def _named(tokens: list[str], unit: tuple[int, int]) -> str:
+def named(tokens: list[str], unit: Unit) -> str:
+    """The word of a unit; if the text has it several times, with its number: "John (2nd)"."""
     first, last = unit
-    return tokens[first] + "".join(token.removeprefix("##") for token in tokens[first + 1 : last])
+    parts = [tokens[first], *(token.removeprefix("##") for token in tokens[first + 1 : last])]
+    size = last - first
+    same = [at for at in range(len(tokens) - size + 1) if tokens[at : at + size] == tokens[first:last]]
+    number = same.index(first) + 1
+    ordinal = {1: "1st", 2: "2nd", 3: "3rd"}.get(number, f"{number}th")
+    return "".join(parts) + (f" ({ordinal})" if len(same) > 1 else "")
 
 
 @dataclass
@@ -167,11 +174,11 @@ def _heads(scene: Scene, tree: Tree | None) -> Iterator[_Head]:
 
 def _with_rest(card: Card, one: _Head) -> Card:
     role, labels = one.role, one.panel.keys
-    if role.rests_on is None or card.kind == "rest":
+    if role.rests_on is None or card.kind == "rest" or 1 - role.rest < WORTH_A_WORD:
         return card
     first = labels.text[0] if labels.special[:1] == [True] else "the first token"
     place = {"first": first, "separator": "special tokens", "sink": "another token"}[role.rests_on]
-    return replace(card, rests=role.evidence.get(role.rests_on, 1 - role.rest), rests_on=place)
+    return replace(card, rests=1 - role.rest, rests_on=place)
 
 
 Allowed = Callable[[int, int], bool]  # whether a link from unit i to unit j is an instance of a role
@@ -354,7 +361,7 @@ def _absent(scene: Scene, told: set[str]) -> list[str]:
         if kind in told or (kind in GROUPS and lines[:1] and lines[0].startswith("Relations")):
             continue
         why = f" ({reasons[kind]})" if reasons.get(kind) else ""
-        lines.append(f"Not in this text: {name}{why}.")
+        lines.append(f"No head of this text shows it: {name}{why}.")
     return lines
 
 
@@ -378,7 +385,7 @@ class _Missed:
         text, units = one.panel.queries.text, one.words.units
         known = {(entry.relation, entry.direction) for entry in _relations(one)}
         for pair, relation in self.pairs.items():
-            self.names[pair] = " and ".join(_named(text, units[i]) for i in sorted(pair))
+            self.names[pair] = " and ".join(named(text, units[i]) for i in sorted(pair))
             for direction, (i, j) in ((TO_HEAD, pair), (TO_DEPENDENT, pair[::-1])):
                 if (relation, direction) not in known:
                     continue
@@ -386,8 +393,8 @@ class _Missed:
                     self.linked.add(pair)
                 weight = one.words.link(one.head, i, j).weight
                 if weight >= self.most.get(pair, (0.0, ""))[0]:
-                    where = f"head {one.panel.number}.{one.head}: {_named(text, units[i])} looks at"
-                    self.most[pair] = weight, f"{where} {_named(text, units[j])}, {weight:.2f}"
+                    where = f"head {one.panel.number}.{one.head}: {named(text, units[i])} looks at"
+                    self.most[pair] = weight, f"{where} {named(text, units[j])}, {weight:.2f}"
 
     def lines(self) -> list[str]:
         lines = []

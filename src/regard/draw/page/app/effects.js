@@ -6,7 +6,7 @@ const effectOf = (run, layer, head) => (run.effects && run.effects.heads[`${laye
 const changeText = (kind, change) =>
   kind === "next"
     ? `the prediction changes by ${number(change, 2)} nats`
-    : `it turns by ${number((180 / Math.PI) * Math.acos(clamp(1 - change, -1, 1)), 2)}° (1 − cosine: ${number(change, 2)})`;
+    : `the sentence vector turns by ${number((180 / Math.PI) * Math.acos(clamp(1 - change, -1, 1)), 2)}° (1 − cosine: ${number(change, 2)})`;
 
 // Tokens with their probabilities, in a line.
 function nextTokens(top, count) {
@@ -28,7 +28,7 @@ function effectLine(app, layer, head) {
   const effect = effectOf(app.run, layer, head);
   if (!effect) return null;
   const { kind, intact } = effectsOf(app.run);
-  if (kind !== "next") return [`Without it the sentence's vector moves: ${changeText(kind, effect.change)}.`];
+  if (kind !== "next") return [`Without it ${changeText(kind, effect.change)}.`];
   const [token, before] = intact.top[0];
   const found = effect.top.find(([other]) => other === token);
   const after = found ? percent(found[1]) : `less than ${percent(effect.top[effect.top.length - 1][1])}`;
@@ -52,7 +52,11 @@ function effectPanel(app, layer, head) {
           { type: "button", id: "ask-without", onclick: () => app.live.without(layer, head) },
           "Run the model without this head",
         )
-      : element("p", { class: "note" }, "Computed for the heads of the story; `regard serve` computes it for all.");
+      : element(
+          "p",
+          { class: "note" },
+          "In this file it is computed for the heads of the story only. `regard serve` shows this page live, and computes it for any head.",
+        );
     return element("section", { class: "effects" }, title, ask);
   }
   const change = element(

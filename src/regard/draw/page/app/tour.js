@@ -138,7 +138,7 @@ const TOUR = [
         here,
       ];
     },
-    task: () => "Do: choose a dark cell of the map, and read who looks at whom above it.",
+    task: () => "Do: choose a strong cell of the map, and read who looks at whom above it.",
     done: (state) => state.q >= 0,
   },
   {
@@ -199,7 +199,7 @@ const TOUR = [
       const { layer, head } = tourHead(app);
       const rests = layer.rests(head);
       return [
-        "Each score is raised to a power of e and divided by the sum of its row: now all are positive, and add up to 1. ",
+        "e is raised to the power of each score, and divided by the sum of its row: now all are positive, and add up to 1. ",
         "A head that finds nothing must still put its 1 somewhere: most put it on one place, the resting place",
         rests ? ` (this head: ${(100 * rests).toFixed(0)}% of its attention).` : ".",
       ];
@@ -222,7 +222,7 @@ const TOUR = [
         ". Here are all of them; the colour says what a head does beside its resting place, the bar how much it rests.",
       ];
     },
-    task: () => "Do: choose a role above, and see which heads have it, and in which layers.",
+    task: () => "Do: choose a role in the list “Role”, and see which heads have it, and in which layers.",
     done: (state) => state.role !== "",
   },
   {

@@ -62,11 +62,31 @@ class HeadView {
       ),
       element("div", {}, element("h3", {}, "Links"), this.links.node),
     );
-    fill(this.node, this.title(layer, head), controls, parts, this.details(layer, head, picture));
+    fill(
+      this.node,
+      this.title(layer, head),
+      this.told(layer, head),
+      controls,
+      parts,
+      this.details(layer, head, picture),
+    );
     const zoom = state.zoom ? state.zoom.split(",").map(Number) : null;
     this.map.show(picture, { scale: state.scale, zoom, title: layer.label(head) });
     this.chosen();
     this.showLinks();
+  }
+
+  // What the story says of the head in this text, and a way to its numbers.
+  told(layer, head) {
+    const { run, state } = this.app;
+    const card = run.story && run.story.cards.find((one) => one.layer === layer.index && one.head === head);
+    if (!card && !layer.flow) return null;
+    return element(
+      "p",
+      { class: "ways" },
+      card ? element("span", {}, "In this text: ", sentenceParts(card.sentence)) : null,
+      layer.flow ? element("a", state.link({ view: "flow", layer: layer.index, head }), "Follow its numbers") : null,
+    );
   }
 
   controls(layer, words) {
@@ -266,13 +286,14 @@ class HeadView {
     }
     out.classList.remove("note");
     const [q, k] = [spoken(layer.queries, cell.query), spoken(layer.keys, cell.key)];
+    const hidden = this.app.run.causal && layer.kind === "self" && layer.n === layer.m && cell.key[0] >= cell.query[1];
     fill(
       out,
       element("b", {}, isolated(q)),
       " → ",
       element("b", {}, isolated(k)),
       ` ${number(cell.value)} `,
-      element("small", {}, `± ${number(cell.step, 2)}${cell.pooled ? ", pooled" : ""}`),
+      element("small", {}, hidden ? "hidden by the mask" : `± ${number(cell.step, 2)}${cell.pooled ? ", pooled" : ""}`),
     );
     Object.assign(out.dataset, {
       value: cell.value,

@@ -28,6 +28,7 @@ class StoryView {
           )
         : element("p", { class: "note" }, "No head of this text has a role: there is nothing to tell of it."),
       story.absent.length ? this.absent(story.absent) : null,
+      this.words(),
       effectsOf(app.run) ? this.said() : null,
     );
   }
@@ -51,7 +52,7 @@ class StoryView {
         part(heads, ` heads in ${run.layers.length} layers read `),
         part(tokens, ` tokens. `),
         `${known.length} of them do more than rest or attend to everything; ${resting} rest with more than half of their attention. `,
-        "These are the ones worth seeing in this text, one of each kind.",
+        "These are the ones worth seeing in this text, the clearest of each kind.",
       ),
       app.tour ? app.tour.startButton("story-tour") : null,
     );
@@ -64,12 +65,19 @@ class StoryView {
     const to = { layer: card.layer, head: card.head, zoom: "", q: -1, k: -1 };
     const first = card.links[0];
     const flow = first ? { ...to, q: first[0] } : to;
+    const usual = layer.role(card.head) && layer.role(card.head).origin === "atlas" ? layer.role(card.head) : null;
     const effect = effectLine(this.app, card.layer, card.head);
     const node = element(
       "article",
       { class: "card", id: `card-${name}`, "data-kind": card.kind, "aria-label": `head ${name}, ${card.role}` },
-      element("h3", {}, badge(card.role), element("b", {}, name), ` ${card.role}`),
-      element("p", { class: "sentence" }, sentenceParts(layer, card.sentence)),
+      element(
+        "h3",
+        {},
+        badge(card.role),
+        element("a", { ...state.link({ ...to, view: "head" }), id: `card-title-${name}` }, `${name} ${card.role}`),
+        usual && usual.role !== card.role ? element("small", {}, `in other texts mostly: ${usual.role}`) : null,
+      ),
+      element("p", { class: "told" }, sentenceParts(card.sentence)),
       card.links.length ? this.arcs(layer, card) : null,
       effect ? element("p", { class: "effect" }, effect) : null,
       element(
@@ -140,6 +148,47 @@ class StoryView {
     );
   }
 
+  // The words that cards use.
+  words() {
+    const terms = [
+      [
+        "rests",
+        "Most heads put much of their attention on one place (the first token, a special token) when they find nothing: a row must add up to 1. That is set aside, and what a head does with the rest is told.",
+      ],
+      [
+        "uniform attention",
+        "the share that the same keys would get if a head attended to all keys alike: what chance gives.",
+      ],
+      [
+        "right in a treebank",
+        "over many sentences whose grammar was marked by people, how often the word that the head attends to most is the right one.",
+      ],
+      [
+        "the best fixed offset",
+        "how often always taking the word at one fixed distance (such as the next word) would be right: what a head without grammar reaches.",
+      ],
+      ["shuffled weights", "the same for the best head of this model after its weights were shuffled."],
+      [
+        "in other texts mostly",
+        "what an atlas of this model, made from that treebank, says of the head; a text shows only some of it.",
+      ],
+      [
+        "nats",
+        "how far the probabilities of all next tokens move (Kullback-Leibler divergence); 0 is no change, 0.7 about a halving of what was likely.",
+      ],
+    ];
+    return element(
+      "details",
+      { class: "how" },
+      element("summary", {}, "How to read these sentences"),
+      element(
+        "dl",
+        {},
+        terms.flatMap(([term, text]) => [element("dt", {}, term), element("dd", {}, text)]),
+      ),
+    );
+  }
+
   // What the model says, with all heads and without each head of the story.
   said() {
     const { app } = this;
@@ -172,17 +221,11 @@ class StoryView {
   }
 }
 
-// Parts of a sentence: words, and tokens of the text as [side, first, last].
-function sentenceParts(layer, parts) {
-  return parts.map((part) => {
-    if (typeof part === "string") return part;
-    const [side, first, last] = part;
-    return element(
-      "b",
-      { class: "token" },
-      isolated(spoken(side === "query" ? layer.queries : layer.keys, [first, last])),
-    );
-  });
+// Parts of a sentence: words, and tokens of the text as [side, first, last, name].
+function sentenceParts(parts) {
+  return parts.map((part) =>
+    typeof part === "string" ? part : element("b", { class: "token" }, isolated(short(part[3], 32))),
+  );
 }
 
 // The words around some links, as [first, last, label]; all of them in a short text.

@@ -124,7 +124,7 @@ TASKS = [
     lambda tab: tab.page.check("#aside"),
     lambda tab: tab.page.select_option("#role", index=1),
     lambda tab: tab.ask("regard.state.set({q: 2})"),
-    lambda tab: tab.page.locator(".card .ways a").first.click(),
+    lambda tab: tab.page.locator(".card .onward a").first.click(),
     lambda tab: tab.ask("regard.state.set({word: 4})"),
     lambda tab: tab.page.keyboard.press("]"),
 ]

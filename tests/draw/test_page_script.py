@@ -61,3 +61,22 @@ def test_no_literal_spans_lines() -> None:
         source = (files("regard.draw.page") / "app" / f"{name}.js").read_text(encoding="utf-8")
         assert [line for line in source.splitlines() if line.count("`") % 2 or line.endswith("\\")] == [], name
         assert "/*" not in source, name
+
+
+def test_no_name_is_declared_twice_in_the_scope_of_all_scripts() -> None:
+    """All scripts are one scope: a name that is declared twice would be a syntax error, and an empty page."""
+    names: list[str] = []
+    for name in SCRIPTS:
+        script = (files("regard.draw.page") / "app" / f"{name}.js").read_text(encoding="utf-8")
+        names += re.findall(r"^(?:async )?(?:const|let|class|function) (\w+)", script, re.MULTILINE)
+    assert [name for name in names if names.count(name) > 1] == []
+
+
+def test_styles_of_one_file_are_not_meant_by_another() -> None:
+    """A class that two style files name without saying of which view would style both."""
+    found: dict[str, set[str]] = {}
+    for name in ("story", "words", "flow", "compare"):
+        style = (files("regard.draw.page") / f"{name}.css").read_text(encoding="utf-8")
+        for selector in re.findall(r"^(\.[\w-]+) \{", style, re.MULTILINE):
+            found.setdefault(selector, set()).add(name)
+    assert {selector: where for selector, where in found.items() if len(where) > 1} == {}

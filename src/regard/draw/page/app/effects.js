@@ -15,11 +15,11 @@ function nextTokens(top, count) {
     .flatMap(([token, p], i) => [
       i ? ", " : null,
       element("b", { class: "token" }, isolated(short(visible(token), 16))),
-      ` ${percent(p)}`,
+      ` ${asPercent(p)}`,
     ]);
 }
 
-const percent = (p) => `${p >= 0.0995 ? (100 * p).toFixed(0) : (100 * p).toFixed(1)}%`;
+const asPercent = (p) => `${p >= 0.0995 ? (100 * p).toFixed(0) : (100 * p).toFixed(1)}%`;
 // White space that can be seen.
 const visible = (token) => token.trim() || token.replaceAll("\n", "⏎").replaceAll(" ", "␣") || "␣";
 
@@ -31,11 +31,11 @@ function effectLine(app, layer, head) {
   if (kind !== "next") return [`Without it ${changeText(kind, effect.change)}.`];
   const [token, before] = intact.top[0];
   const found = effect.top.find(([other]) => other === token);
-  const after = found ? percent(found[1]) : `less than ${percent(effect.top[effect.top.length - 1][1])}`;
+  const after = found ? asPercent(found[1]) : `less than ${asPercent(effect.top[effect.top.length - 1][1])}`;
   return [
     "Without it, the next token ",
     element("b", { class: "token" }, isolated(visible(token))),
-    `: ${percent(before)} → ${after}.`,
+    `: ${asPercent(before)} → ${after}.`,
   ];
 }
 
@@ -88,7 +88,7 @@ function probabilityTable(intact, effect) {
               { width: 64, height: 10, "aria-hidden": "true" },
               shape("rect", { width: Math.max(1, 64 * p), height: 10, fill: "var(--line)" }),
             ),
-            ` ${percent(p)}`,
+            ` ${asPercent(p)}`,
           ],
     );
   const rows = tokens.map((token) =>

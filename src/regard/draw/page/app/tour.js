@@ -28,6 +28,12 @@ class Tour {
     const step = clamp(number, 1, TOUR.length);
     this.app.state.set({ ...TOUR[step - 1].show(this.app), tour: step }, true);
     this.node.querySelector("h2").focus();
+    const { at } = TOUR[step - 1];
+    const seen = () => {
+      const node = at && document.querySelector(at);
+      if (node && this.step === step) node.scrollIntoView({ block: "start" });
+    };
+    setTimeout(seen, 250); // (when the view is drawn)
   }
 
   leave() {
@@ -80,7 +86,9 @@ class Tour {
         { class: "steps" },
         button("tour-back", "Back", () => this.go(step - 1), step === 1),
         button("tour-next", step === TOUR.length ? "End" : "Next", () =>
-          step === TOUR.length ? this.app.state.set({ tour: 0, view: "story" }, true) : this.go(step + 1),
+          step === TOUR.length
+            ? this.app.state.set({ tour: 0, view: "story", role: "", aside: 0 }, true)
+            : this.go(step + 1),
         ),
         button("tour-leave", "Leave", () => this.leave()),
       ),
@@ -161,6 +169,7 @@ const TOUR = [
   },
   {
     title: "Scores: how well a query fits a key",
+    at: ".flow .stage:nth-of-type(2)",
     show: (app) => atHead(app, "flow", { q: tourHead(app).query, steps: 1 }),
     text: (app) => {
       const { d } = sizes(app);
@@ -176,6 +185,7 @@ const TOUR = [
   },
   {
     title: "The mask: who may be seen",
+    at: "#top",
     show: (app) =>
       atHead(app, "flow", { q: isCausal(app) ? Math.min(2, tourHead(app).layer.n - 1) : tourHead(app).query }),
     text: (app) =>
@@ -216,8 +226,11 @@ const TOUR = [
         d && width
           ? `: ${heads} heads of ${d} numbers beside a width of ${width}, so many heads cost no more than one large one`
           : "";
+      const { flow } = sizes(app).layer;
+      const groups = flow && flow.kv_heads < heads ? heads / flow.kv_heads : 1;
+      const shared = groups > 1 ? ` (here ${groups} heads share each set of keys and values)` : ", keys and values";
       return [
-        "All heads of a layer work at the same time on the same tokens, each with its own queries, keys and values",
+        `All heads of a layer work at the same time on the same tokens, each with its own queries${shared}`,
         split,
         ". Here are all of them; the colour says what a head does beside its resting place, the bar how much it rests.",
       ];
@@ -227,9 +240,11 @@ const TOUR = [
   },
   {
     title: "Back together: concatenation and output projection",
+    at: "#cancel",
     show: (app) => atHead(app, "flow", { q: tourHead(app).query }),
     text: (app) => {
-      const { heads, d, width } = sizes(app);
+      const { heads, d, width, layer } = sizes(app);
+      const biased = layer.flow && layer.flow.bias;
       return [
         "Each head adds up the values it looked at, weighted. ",
         d
@@ -238,7 +253,7 @@ const TOUR = [
         width
           ? `and multiplied with one more matrix, W_o, back to ${width} numbers. `
           : "and multiplied with one more matrix, W_o. ",
-        "So the layer's result is a sum: what each head adds, and a bias. It is added to the token's vector, and the next layer reads it.",
+        `So the result is a sum: what each head adds${biased ? ", and a bias" : ""}. It is added to the token's vector; a norm and a feed-forward part follow, then the next layer.`,
       ];
     },
     task: () => "Do: choose another token, and see whether another head adds the most to it.",
@@ -246,7 +261,7 @@ const TOUR = [
   },
   {
     title: "What heads learn",
-    show: () => ({ view: "story" }),
+    show: () => ({ view: "story", role: "" }),
     text: (app) => [
       "Nobody told the heads what to do: training did. Some attend to the token before, some find the noun of an article or the subject of a verb, ",
       "some what came after an earlier copy. Each card is one kind that this text shows, with its evidence",
@@ -257,10 +272,10 @@ const TOUR = [
   },
   {
     title: "Why many heads",
-    show: () => ({ view: "words" }),
+    show: (app) => ({ view: "words", word: tourHead(app).key }),
     text: () => [
-      "A softmax has one budget: a head that follows a verb to its subject cannot follow it to its object at the same time. ",
-      "With many heads a token can ask many questions at once. Here is one word: every head of every layer does something else with it.",
+      "A softmax has one budget: what a head gives to the subject of a verb it cannot give to its object. ",
+      "With many heads a token can ask many questions at once. Here is one word, and what every head of every layer does with it.",
     ],
     task: () => "Do: choose another word.",
     done: (state, start) => state.word !== start.word,
@@ -276,12 +291,12 @@ const TOUR = [
       const { kind } = app.run.effects || {};
       const found = worst
         ? [
-            `Without head ${worst.layer}.${worst.head}, of those of the story the one that changes most, ${kind === "next" ? "" : "the vector of the sentence: "}${changeText(kind, worst.change)}. `,
+            `Of the heads in the story, ${worst.layer}.${worst.head} matters most: without it ${changeText(kind, worst.change)}. `,
           ]
         : ["A head can be switched off with regard.ablate, and the model be run again. "];
       return [
         found,
-        "Most single heads can be missed: others do nearly the same, and what a head adds is small beside the vector that passes it by. A few cannot.",
+        "A single head can often be missed: other heads do nearly the same, and the token's vector passes by all of them. Which ones a model cannot do without is a question to be measured, not guessed.",
       ];
     },
     task: () =>

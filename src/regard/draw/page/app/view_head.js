@@ -83,7 +83,7 @@ class HeadView {
     if (!card && !layer.flow) return null;
     return element(
       "p",
-      { class: "ways" },
+      { class: "onward" },
       card ? element("span", {}, "In this text: ", sentenceParts(card.sentence)) : null,
       layer.flow ? element("a", state.link({ view: "flow", layer: layer.index, head }), "Follow its numbers") : null,
     );

@@ -82,7 +82,7 @@ class StoryView {
       effect ? element("p", { class: "effect" }, effect) : null,
       element(
         "p",
-        { class: "ways" },
+        { class: "onward" },
         element("a", { ...state.link({ ...to, view: "head" }), id: `see-${name}` }, "See its map"),
         layer.flow ? element("a", state.link({ ...flow, view: "flow" }), "Follow its numbers") : null,
       ),

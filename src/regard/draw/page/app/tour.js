@@ -126,6 +126,7 @@ const isCausal = (app) => app.run.causal;
 const TOUR = [
   {
     title: "What a head is",
+    at: "#readout",
     show: (app) => atHead(app, "head"),
     text: (app) => {
       const { layer, head, query, key, weight } = tourHead(app);
@@ -204,6 +205,7 @@ const TOUR = [
   },
   {
     title: "Softmax: scores become shares",
+    at: "#threshold",
     show: (app) => atHead(app, "head"),
     text: (app) => {
       const { layer, head } = tourHead(app);

@@ -39,6 +39,7 @@ SCRIPTS = (
     "view_words",
     "view_flow",
     "view_table",
+    "compare",
     "view_compare",
     "tour",
     "save",

@@ -46,6 +46,7 @@ SCRIPTS = (
     "flow_sum",
     "view_flow",
     "view_table",
+    "compare",
     "view_compare",
     "tour",
     "save",

@@ -252,3 +252,8 @@ def test_with_shuffled_weights_there_is_no_syntax(model: Any) -> None:
         seen = regard.look(shuffled, text=text, show=False, treebank=TREEBANK)
         kinds = {card.kind for card in story(Scene(seen)).cards}
         assert not kinds & {"verbs", "clauses", "phrases"}, text
+
+
+def test_a_text_of_special_tokens_alone() -> None:
+    found = story(Scene(record(noise(1, 2, 3, 3)), ["[CLS]", "[MASK]", "[SEP]"]))
+    assert not {card.kind for card in found.cards} & {"verbs", "clauses", "phrases", "long-range"}

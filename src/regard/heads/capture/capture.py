@@ -2,7 +2,7 @@
 
 The way from a running model to `see(ObservedCall)`:
 
-    1. `module_stack.py`: hooks on all modules tell which one is running (a `Frame`).
+    1. `module_stack.py`: hooks tell which module is running (a `Frame`); `model_tree.py` says which modules need them.
     2. `function_modes.py`: a torch function mode hands every torch function to `AttentionCapture.function`, which asks
        `torch_functions.py` (with `multi_head_attention.py`, `registry.py`) for a handler of attention functions,
        and hands steps of handwritten attention (softmax, product with values) to `handwritten_calls.py`.

@@ -120,7 +120,8 @@ class ForwardCode:
         if name in _UNREADABLE or _ATTENTION.search(name):
             return False
         value = names.get(name, getattr(builtins, name, _MISSING))
-        self._globals.append((names, name, names.get(name, _MISSING)))
+        if not any(known is names and other == name for known, other, _ in self._globals):
+            self._globals.append((names, name, names.get(name, _MISSING)))
         return self._may_name(value)
 
     def _may_name(self, value: Any) -> bool:

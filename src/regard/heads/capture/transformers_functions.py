@@ -91,9 +91,12 @@ def capture_function(
         arguments = _Arguments.of(module, args, kwargs)
         arguments.check(how)
         one_pass = _may_compute(capture, how, arguments)
-        with capture.graph():
-            candidates = _candidate_calls(how, arguments)
-            call = _call_without_mask(capture, arguments) if one_pass and arguments.mask is None else next(candidates)
+        candidates = _candidate_calls(how, arguments)
+        if one_pass and arguments.mask is None:  # (nobody wants gradients)
+            call = _call_without_mask(capture, arguments)
+        else:
+            with capture.graph():
+                call = next(candidates)
         attention = _compute(capture, call, arguments) if one_pass else None
     if attention is not None:
         return _result(capture, attention, arguments, compute)

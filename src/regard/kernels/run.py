@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from regard.errors import bad_value
-from regard.kernels import blockwise, fused, native, native_library, reference
+from regard.kernels import blockwise, fused, native, native_library, reference, triton
 from regard.kernels.call import Call, Kernel
 from regard.kernels.precision import fixed_precision
+from regard.kernels.triton.availability import usable_here
 from regard.measures import MeasureRun
 
 __all__ = [
@@ -41,9 +42,9 @@ __all__ = [
 ]
 
 # In the order in which "auto" asks: the fastest first, the one that serves everything last.
-KERNELS: tuple[Kernel, ...] = (native, fused, blockwise, reference)
+KERNELS: tuple[Kernel, ...] = (native, fused, triton, blockwise, reference)
 # The same for `run_measured`. (`fused` would compute the weights a second time.)
-MEASURING: tuple[Kernel, ...] = (native, blockwise, reference)
+MEASURING: tuple[Kernel, ...] = (native, triton, blockwise, reference)
 
 
 class Observer(Protocol):
@@ -123,10 +124,11 @@ def weights(call: Call, stage: str = "weights") -> Tensor:
 def available() -> list[str]:
     """The names of the kernels on this machine, in the order in which "auto" asks them.
 
-    >>> available()[-3:]  # before them "native", where it was compiled
-    ['fused', 'blockwise', 'reference']
+    >>> available()[-2:]  # before them "native", where it was compiled, "fused", and "triton", where there is a GPU
+    ['blockwise', 'reference']
     """
-    return [kernel.name for kernel in KERNELS if kernel is not native or native_library.load() is not None]
+    missing = (() if native_library.load() is not None else (native,)) + (() if usable_here() else (triton,))
+    return [kernel.name for kernel in KERNELS if kernel not in missing]
 
 
 def choose(kernel: str, call: Call) -> Kernel:
@@ -160,6 +162,8 @@ def explain(kernel: str, call: Call) -> str:
             lines.append(f"{candidate.name}: chosen")
         elif reason is not None:
             lines.append(f"{candidate.name}: no, {reason}")
+        elif kernel == "auto" and candidate is triton and (doubt := triton.doubt(call)) is not None:
+            lines.append(f"{candidate.name}: could serve, but {doubt}")
         else:
             why = "was named" if kernel != "auto" else "is faster"
             lines.append(f"{candidate.name}: could serve, but {chosen.name} {why}")

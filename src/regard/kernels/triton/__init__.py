@@ -13,6 +13,8 @@ from regard import tuning
 from regard.kernels import operators
 from regard.kernels.call import Call
 from regard.kernels.lowering import pairs_to_evaluate
+from regard.kernels.triton import self_check
+from regard.kernels.triton.availability import why_not_on
 from regard.measures import MeasureRun
 
 __all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not"]
@@ -26,11 +28,44 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def why_not(call: Call) -> str | None:
     """In words, where it cannot serve."""
+    missing = why_not_on(call.q.device.type)
+    if missing is not None:
+        return missing
+    if call.q.dtype not in DTYPES:
+        return f"it accumulates in float32, too little for {call.q.dtype}"
+    if torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export():
+        return "what is exported must not need this library"
+    if call.q.numel() == 0 or call.v.numel() == 0:
+        return "a size is zero"
+    if max(call.shape[2:]) > MOST:
+        return f"there are more than {MOST} queries or keys, which it counts in 32 bits"
+    if call.q.shape[3] > WIDEST or call.v.shape[3] > WIDEST:
+        return f"heads are wider than {WIDEST}"
+    if (call.mask is not None or call.biases) and call.derive(pairs_to_evaluate) > tuning.DENSE_LIMIT:
+        return "it would need the mask or the bias as a dense tensor, a large one"
+    if call.mask is not None and _may_leak(call):
+        return "keys or values hold NaN or inf, which it would let through where they are hidden"
     return None
 
 
+def _may_leak(call: Call) -> bool:
+    """A hidden value of NaN in a block that is visible in part is multiplied by 0. Looked at on CPU only: on a GPU the
+    answer would have to be waited for. (What padding hides is never read.)"""
+    if call.q.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return not call.keys_are_finite
+
+
 def worth(call: Call) -> bool:
-    return False
+    """On GPUs where the self-check has passed; never in the interpreter."""
+    return call.q.device.type == "cuda" and self_check.trusted(call.q.device)
+
+
+def doubt(call: Call) -> str | None:
+    """In words, why "auto" does not take it where it could serve."""
+    if call.q.device.type != "cuda":
+        return "the interpreter is for tests"
+    return self_check.doubt(call.q.device)
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
@@ -49,7 +84,10 @@ def output(call: Call) -> Tensor:
 
 
 def forward_measured(call: Call, measuring: MeasureRun, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
-    raise NotImplementedError
+    """The same, with statistics: those of rows from the same pass, the others from its log-sum-exp."""
+    from regard.kernels.triton import statistics
+
+    return statistics.forward_measured(call, measuring, output)
 
 
 class _Loops:

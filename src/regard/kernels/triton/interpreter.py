@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import os
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["interpreting", "repair"]
 
@@ -58,11 +59,15 @@ def repair() -> None:
 
 def _to_float32(bits: np.ndarray) -> np.ndarray:
     """bfloat16 is the upper half of float32."""
+    import numpy as np
+
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 def _to_bfloat16(numbers: np.ndarray) -> np.ndarray:
     """To the nearest, of two equally near to the even one."""
+    import numpy as np
+
     bits = np.ascontiguousarray(numbers, dtype=np.float32).view(np.uint32)
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)  # NaN stays NaN

@@ -31,7 +31,7 @@ def store_look(look, at, inside, top, total, logs, ahead, apart, target, log, fa
     if look.entropy is not None:
         # log2 of a weight is its exponent above the row's base, and base - log for all of them: no cancellation.
         below = tl.where(some, tl.maximum(top, FLOOR) * numbers.unit - log, 0.0)
-        tl.store(look.entropy + at, -LN_2 * factor * (logs + total * below), mask=inside)
+        tl.store(look.entropy + at, -(logs + total * below) * factor * LN_2, mask=inside)
     if look.peak is not None:
         tl.store(look.peak + at, factor, mask=inside)
     if look.target is not None:

@@ -1,0 +1,56 @@
+"""Whether Triton can compute here: installed, and a GPU, or the interpreter.
+
+Compilers ask `why_not_on` and take the answer for a constant, as with `native_library.why_not`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+
+import torch
+
+from regard.kernels.triton.interpreter import interpreting
+
+__all__ = ["installed", "usable_here", "version", "why_not_on"]
+
+
+@functools.cache
+def installed() -> bool:
+    """Whether there is a package `triton`. It is not imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def version() -> str | None:
+    """Triton's version; None where it is not installed."""
+    try:
+        return importlib.metadata.version("triton") if installed() else None
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def usable_here() -> bool:
+    """Whether some device of this machine could be used."""
+    return installed() and (interpreting() or torch.cuda.is_available())
+
+
+def why_not_on(device: str) -> str | None:
+    """In words, where it cannot compute on devices of a type."""
+    if not installed():
+        return "Triton is not installed; remedy: pip install 'regard[gpu]'"
+    if device == "cuda":
+        if interpreting():
+            return "TRITON_INTERPRET=1 is set, and the interpreter is for CPUs"
+        return None
+    if device != "cpu":
+        return f"Triton has no compiler for {device}"
+    if not interpreting():
+        return (
+            "it is for GPUs, and the tensors are on cpu; TRITON_INTERPRET=1 in the environment, set before Python "
+            "starts, runs it in Triton's interpreter, slowly"
+        )
+    return None
+
+
+why_not_on._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

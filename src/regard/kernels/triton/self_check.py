@@ -1,0 +1,3 @@
+"""Self-check."""
+def trusted(device): return False
+def doubt(device): return "x"

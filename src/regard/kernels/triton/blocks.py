@@ -1,5 +1,8 @@
-"""The sides of a kernel's blocks, and its warps and pipeline stages: the largest that fit into registers and shared memory,
-found by compiling for each GPU (`benchmarks/compile_gpu.py`). They change speed, and no answer.
+"""The sides of a kernel's blocks, its warps and pipeline stages: found by compiling for each GPU (`benchmarks/compile_gpu.py`),
+the largest without spilled registers and within shared memory. They decide speed, and no answer.
+
+Kernels: "forward", "seeing" (with statistics of rows), "decode" (few rows, any), "d_queries", "d_keys", "d_scores", "received",
+"columns", "lists", "links", "region".
 """
 
 from __future__ import annotations
@@ -20,12 +23,37 @@ class Blocks(NamedTuple):
 
 INTERPRETED = Blocks(32, 32, 4, 1)
 
+# By kernel, for widths up to 64, 128 and 256 in two bytes. A plain call reads and computes nothing pair by pair beside the
+# product; with a dense mask, documents, a bias, a softcap or dropout registers are scarce, and blocks smaller.
+_PLAIN: dict[str, tuple[Blocks, Blocks, Blocks]] = {
+    "forward": (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(64, 32, 8, 1)),
+    "seeing": (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(64, 32, 8, 1)),
+    "decode": (Blocks(16, 64, 4, 2), Blocks(16, 64, 4, 2), Blocks(16, 32, 4, 2)),
+    "d_queries": (Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 1)),
+    "d_keys": (Blocks(32, 64, 8, 2), Blocks(32, 64, 8, 1), Blocks(32, 32, 8, 1)),
+    "received": (Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 32, 4, 1)),
+}
+_HEAVY: dict[str, tuple[Blocks, Blocks, Blocks]] = {
+    "forward": (Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1)),
+    "seeing": (Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1)),
+    "decode": (Blocks(16, 64, 4, 2), Blocks(16, 64, 4, 2), Blocks(16, 32, 4, 2)),
+    "d_queries": (Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
+    "d_keys": (Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
+    "received": (Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 32, 4, 1)),
+}
+_OTHERS: tuple[Blocks, Blocks, Blocks] = (Blocks(32, 64, 4, 1), Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1))
+
 
 def blocks_for(kernel: str, target: str, itemsize: int, width: int, plain: bool) -> Blocks:
     """For a kernel on a target ("interpreter", "cuda:80", "hip:gfx942"), numbers of so many bytes and heads so wide."""
     if target == "interpreter":
         return INTERPRETED
-    return Blocks(64, 32, 4, 2)
+    table = _PLAIN if plain else _HEAVY
+    which = 0 if width <= 64 else 1 if width <= 128 else 2
+    if itemsize == 4:
+        blocks = table.get(kernel, _OTHERS)[min(which + 1, 2)]
+        return Blocks(min(blocks.rows, 32), min(blocks.keys, 32 if which == 0 else 16), 4, 1)
+    return table.get(kernel, _OTHERS)[which]
 
 
 def parts_of(programs: int, keys: int, block: int, processors: int) -> int:

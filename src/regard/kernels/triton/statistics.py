@@ -224,7 +224,7 @@ class _Weights:
         n, blocks = self.call.shape[2], launch.chosen_blocks("lists", self.low, self.target)
         to = self._new(n, flat.count)
         self._launch(
-            selected.lists, -(-n // blocks.rows) * flat.count, blocks, (flat.keys, flat.begin, flat.end, to),
+            selected.lists, -(-n // blocks.rows), blocks, (flat.keys, flat.begin, flat.end, to),
             (flat.count, _item_stride(flat.begin)),
         )  # fmt: skip
         return to

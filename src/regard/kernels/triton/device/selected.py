@@ -15,8 +15,7 @@ def lists(
     """Sums of weights over lists of keys: list x of query i is `keys[begin[i, x] : end[i, x]]`. Key by key, for all rows of
     a block: products are of single rows. `to` (B, H, N, count)."""
     blocks = tl.cdiv(sizes.n, ROWS)
-    block, rest = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    number, unit = rest % count, rest // count
+    block, unit = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     b, h = unit // sizes.heads, unit % sizes.heads
     g = h // sizes.shared
     i = block * ROWS + tl.arange(0, ROWS)
@@ -28,22 +27,23 @@ def lists(
     at = unit.to(tl.int64) * sizes.n + i
     log = exponent_of(tl.load(lse + at))
     low, high = key_range(i, b, sizes, seen)
-    which = b.to(tl.int64) * list_stride + i.to(tl.int64) * count + number
-    first, last = tl.load(begin + which), tl.load(end + which)
-    length = tl.where(inside, last - first, 0)
+    which = b.to(tl.int64) * list_stride + i.to(tl.int64) * count
     keys_at = k.at + b.to(tl.int64) * k.b + g.to(tl.int64) * k.h
-    sums = tl.zeros((ROWS,), tl.float32)
-    for step in range(0, tl.max(length, 0)):
-        some = step < length
-        j = tl.load(keys + first + step, mask=some, other=0)
-        pairs = visible(i, j, low, high, b, h, seen, some)
-        key = tl.load(
-            keys_at + j.to(tl.int64)[:, None] * k.n + d[None, :], mask=pairs[:, None] & (d < D)[None, :], other=0.0
-        )
-        product = tl.sum(query * key.to(tl.float32), 1)
-        score, _ = scored(product, i, j, b, h, pairs, numbers, bias, True, CAPPED, SCALED)
-        sums += tl.where(pairs, tl.exp2(score * numbers.unit - log), 0.0)
-    tl.store(to + at * count + number, sums, mask=inside)
+    for number in range(0, count):
+        first, last = tl.load(begin + which + number), tl.load(end + which + number)
+        length = tl.where(inside, last - first, 0)
+        sums = tl.zeros((ROWS,), tl.float32)
+        for step in range(0, tl.max(length, 0)):
+            some = step < length
+            j = tl.load(keys + first + step, mask=some, other=0)
+            pairs = visible(i, j, low, high, b, h, seen, some)
+            key = tl.load(
+                keys_at + j.to(tl.int64)[:, None] * k.n + d[None, :], mask=pairs[:, None] & (d < D)[None, :], other=0.0
+            )
+            product = tl.sum(query * key.to(tl.float32), 1)
+            score, _ = scored(product, i, j, b, h, pairs, numbers, bias, True, CAPPED, SCALED)
+            sums += tl.where(pairs, tl.exp2(score * numbers.unit - log), 0.0)
+        tl.store(to + at * count + number, sums, mask=inside)
 
 
 @triton.jit(do_not_specialize=["sizes", "count"])

@@ -16,6 +16,7 @@ from regard.kernels.lowering import pairs_to_evaluate
 from regard.kernels.triton import self_check
 from regard.kernels.triton.availability import why_not_on
 from regard.measures import MeasureRun
+from regard.tracing import traced
 
 __all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not"]
 
@@ -58,7 +59,9 @@ def _may_leak(call: Call) -> bool:
 
 def worth(call: Call) -> bool:
     """On GPUs where the self-check has passed; never in the interpreter."""
-    return call.q.device.type == "cuda" and self_check.trusted(call.q.device)
+    if call.q.device.type != "cuda":
+        return False
+    return self_check.passed(call.q.device) if traced(call.q) else self_check.trusted(call.q.device)
 
 
 def doubt(call: Call) -> str | None:

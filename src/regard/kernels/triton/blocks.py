@@ -26,20 +26,20 @@ INTERPRETED = Blocks(32, 32, 4, 1)
 # By kernel, for widths up to 64, 128 and 256 in two bytes. A plain call reads and computes nothing pair by pair beside the
 # product; with a dense mask, documents, a bias, a softcap or dropout registers are scarce, and blocks smaller.
 _PLAIN: dict[str, tuple[Blocks, Blocks, Blocks]] = {
-    "forward": (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(64, 32, 8, 1)),
-    "seeing": (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(64, 32, 8, 1)),
-    "decode": (Blocks(16, 64, 4, 2), Blocks(16, 64, 4, 2), Blocks(16, 32, 4, 2)),
-    "d_queries": (Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 1)),
+    "forward": (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(32, 32, 8, 1)),
+    "seeing": (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(32, 32, 8, 1)),
+    "decode": (Blocks(16, 64, 4, 2), Blocks(16, 64, 4, 2), Blocks(16, 32, 8, 2)),
+    "d_queries": (Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 32, 8, 1)),
     "d_keys": (Blocks(32, 64, 8, 2), Blocks(32, 64, 8, 1), Blocks(32, 32, 8, 1)),
     "received": (Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 32, 4, 1)),
 }
 _HEAVY: dict[str, tuple[Blocks, Blocks, Blocks]] = {
     "forward": (Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1)),
     "seeing": (Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1)),
-    "decode": (Blocks(16, 64, 4, 2), Blocks(16, 64, 4, 2), Blocks(16, 32, 4, 2)),
+    "decode": (Blocks(16, 64, 4, 2), Blocks(16, 64, 4, 2), Blocks(16, 32, 8, 2)),
     "d_queries": (Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
     "d_keys": (Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
-    "received": (Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 32, 4, 1)),
+    "received": (Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
 }
 _OTHERS: tuple[Blocks, Blocks, Blocks] = (Blocks(32, 64, 4, 1), Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1))
 

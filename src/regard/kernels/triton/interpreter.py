@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import os
 import types
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["interpreting", "repair"]
+__all__ = ["interpreting", "quiet_numpy", "repair"]
 
 
 def interpreting() -> bool:
@@ -55,6 +56,13 @@ def repair() -> None:
     interpreter._patch_lang = patch_all
     builder.cast_impl, builder.create_dot = cast_rounding, dot_of_numbers
     interpreter.InterpretedFunction.__call__ = call
+
+
+def quiet_numpy() -> AbstractContextManager[Any]:
+    """A context in which numpy computes with NaN and inf without warnings, as a GPU does."""
+    import numpy as np
+
+    return np.errstate(all="ignore")
 
 
 def _to_float32(bits: np.ndarray) -> np.ndarray:

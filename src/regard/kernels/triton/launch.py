@@ -17,7 +17,7 @@ from regard.kernels.call import Call
 from regard.kernels.lowering import bias_gradients, by_distance
 from regard.kernels.triton.arguments import Heads, Look, Moments, Partial, Plane
 from regard.kernels.triton.blocks import Blocks, blocks_for, parts_of
-from regard.kernels.triton.interpreter import interpreting, repair
+from regard.kernels.triton.interpreter import interpreting, quiet_numpy, repair
 from regard.kernels.triton.lowered import Lowered, heads_of, lower, power_of_two
 
 __all__ = ["Target", "attention", "gradients", "launch", "target_of"]
@@ -51,6 +51,9 @@ def launch(kernel: Any, grid: tuple[int, ...], blocks: Blocks, like: Tensor, *ar
     """Run a kernel on the device of a tensor."""
     if interpreting():
         repair()
+        with quiet_numpy():
+            kernel[grid](*args, **compiled_for)
+        return
     elsewhere = like.is_cuda and like.device.index != torch.cuda.current_device()
     with torch.cuda.device(like.device) if elsewhere else nullcontext():
         kernel[grid](

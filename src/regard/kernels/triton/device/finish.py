@@ -18,16 +18,17 @@ def finished(top, total, sinks, b, h, sizes, numbers):
         rest = tl.exp2(sink - most)
     shrunk = tl.exp2(base - most)
     whole = total * shrunk + rest
-    factor = tl.where(total > 0, shrunk / tl.where(whole > 0, whole, 1.0), 0.0)
-    log = tl.where(whole > 0, most + tl.log2(tl.where(whole > 0, whole, 1.0)), float("-inf"))
+    filled = tl.where(whole == 0, 1.0, whole)  # (compared so that NaN stays NaN)
+    factor = tl.where(total == 0, 0.0, shrunk / filled)
+    log = tl.where(whole == 0, float("-inf"), most + tl.log2(filled))
     return log, factor
 
 
 @triton.jit
 def store_look(look, at, inside, top, total, logs, ahead, apart, target, log, factor, numbers, BEHIND: tl.constexpr):
     """Statistics of rows, from their sums. `log`: the log-sum-exp as an exponent of 2."""
-    some = total > 0
-    whole = tl.where(some, total, 1.0)
+    some = factor != 0  # (0 too where a sink leaves nothing for the keys)
+    whole = tl.where(total == 0, 1.0, total)
     if look.entropy is not None:
         # log2 of a weight is its exponent above the row's base, and base - log for all of them: no cancellation.
         below = tl.where(some, tl.maximum(top, FLOOR) * numbers.unit - log, 0.0)

@@ -3,6 +3,7 @@
 Scores are kept in units of their own, and exponents of 2 are `score * unit`: in plain attention the score is the product
 itself, and scale and log2(e) are one multiplication, fused with the subtraction of the maximum. `HIDDEN` is finite, so
 that no difference of two of them is NaN; `FLOOR` lies above it, so that an empty row's weights are 2 ** (HIDDEN - FLOOR) = 0.
+A bias may hold -inf, which hides, or the lowest number of its dtype, which does not: `LOWEST` stands for the latter.
 """
 
 import triton
@@ -10,6 +11,7 @@ import triton.language as tl
 
 HIDDEN = tl.constexpr(-1e30)
 FLOOR = tl.constexpr(-1e29)
+LOWEST = tl.constexpr(-1e28)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -45,6 +47,7 @@ def scored(product, i, j, b, h, inside, numbers, bias, MASKED: tl.constexpr, CAP
             score += tl.load(at, mask=inside, other=0.0)
         else:
             score += tl.load(at)
+        score = tl.where(score < LOWEST, tl.where(score == float("-inf"), HIDDEN, LOWEST), score)
     return score, curved
 
 

@@ -170,7 +170,7 @@ def onnx_attention(attributes: dict[str, Any], inputs: dict[str, Tensor], kernel
     dtype = q.dtype
     if attributes.get("softmax_precision") == DOUBLE:  # float32 is what softmax has in any case
         q, k, v = q.double(), k.double(), v.double()
-        kernel = "auto" if kernel == "native" else kernel  # it has no float64, and says so
+        kernel = "auto" if kernel in ("native", "triton") else kernel  # they have no float64, and say so
     y = regard.attend(q, k, v, kernel=kernel, **options).to(dtype)
     stage = STAGES[attributes.get("qk_matmul_output_mode", 0)]
     scores = regard.attention_weights(q, k, stage=stage, **options).to(dtype)

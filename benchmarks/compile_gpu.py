@@ -115,41 +115,54 @@ def usage(compiled: Any, target: str) -> dict[str, int]:
     return {"registers": int(found[1]), "spills": int(found[2]), "shared": compiled.metadata.shared}
 
 
-def compile_all(target: str, dtype: torch.dtype, width: int, features: str) -> list[dict[str, Any]]:
-    """A row for each kernel."""
+def each_kernel(target: str, dtype: torch.dtype, width: int, features: str) -> Iterator[tuple[str, Any, Any, float]]:
+    """Every kernel of some calls, compiled: its name, the result, its blocks, and the seconds it took."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
     backend, architecture = target.split(":")
-    driver.set_active(
-        Driver(GPUTarget(backend, int(architecture) if backend == "cuda" else architecture, 32 if backend == "cuda" else 64))
-    )
-    shared, processors = TARGETS[target]
-    rows: dict[str, dict[str, Any]] = {}
+    nvidia = backend == "cuda"
+    driver.set_active(Driver(GPUTarget(backend, int(architecture) if nvidia else architecture, 32 if nvidia else 64)))
+    found: dict[str, tuple[Any, Any, float]] = {}
 
     def compile_only(kernel: Any, grid: Any, blocks: Any, like: Tensor, *args: Any, **options: Any) -> None:
         name = kernel.fn.__name__
         if name == "forward":
             name = "seeing" if options["TARGET"] else "forward"
             name = f"{name}, few queries" if options["PACKED"] else name
-        if name in rows:
+        if name in found:
             return
-        kernel.device_caches.clear()
+        kernel.device_caches.clear()  # (it would keep what was compiled for another target)
         start = time.perf_counter()
         compiled = kernel.run(
             *args, grid=grid, warmup=True, num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True, **options
         )
-        row = {"target": target, "dtype": str(dtype).removeprefix("torch."), "width": width, "features": features}
-        row |= {"kernel": name, "blocks": list(blocks), **usage(compiled, target), "limit": shared}
-        rows[name] = row | {"seconds": round(time.perf_counter() - start, 1)}
+        found[name] = compiled, blocks, time.perf_counter() - start
 
     with (
         mock.patch.object(launch, "launch", compile_only),
-        mock.patch.object(launch, "target_of", lambda device: launch.Target(target, processors)),
+        mock.patch.object(launch, "target_of", lambda device: launch.Target(target, TARGETS[target][1])),
     ):
         for what, call in calls(dtype, width, features):
             run_all(call, what == "decode")
-    return list(rows.values())
+    for name, result in found.items():
+        yield name, *result
+
+
+def compile_all(target: str, dtype: torch.dtype, width: int, features: str) -> list[dict[str, Any]]:
+    """A row for each kernel."""
+    call = {"target": target, "dtype": str(dtype).removeprefix("torch."), "width": width, "features": features}
+    return [
+        call
+        | {"kernel": name, "blocks": list(blocks), **usage(compiled, target)}
+        | {"limit": TARGETS[target][0], "seconds": round(seconds, 1)}
+        for name, compiled, blocks, seconds in each_kernel(target, dtype, width, features)
+    ]
+
+
+def assembly(target: str, dtype: torch.dtype, width: int) -> dict[str, tuple[str, Any]]:
+    """The PTX of every kernel of a plain call, and its blocks."""
+    return {name: (compiled.asm["ptx"], blocks) for name, compiled, blocks, _ in each_kernel(target, dtype, width, "plain")}
 
 
 def wrong(row: dict[str, Any]) -> str | None:

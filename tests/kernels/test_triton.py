@@ -180,5 +180,8 @@ def test_every_kernel_has_blocks_on_every_target() -> None:
 
 
 def test_float32_is_multiplied_exactly_on_every_target() -> None:
-    assert launch.Target("cuda:90", 132).precision == "tf32x3"
-    assert launch.Target("hip:gfx942", 304).precision == "ieee"  # (AMD's compiler has no tf32x3)
+    low, wide = (lower(regard.attention.prepare(*[torch.randn(1, 1, 2, width)] * 3)) for width in (128, 192))
+    nvidia, amd = launch.Target("cuda:90", 132), launch.Target("hip:gfx942", 304)
+    assert launch.precision_for(low, nvidia) == "tf32x3"
+    assert launch.precision_for(wide, nvidia) == "ieee"
+    assert launch.precision_for(low, amd) == "ieee"  # (AMD's compiler has no tf32x3)

@@ -23,37 +23,52 @@ class Blocks(NamedTuple):
 
 INTERPRETED = Blocks(32, 32, 4, 1)
 
-# By kernel, for widths up to 64, 128 and 256 in two bytes. A plain call reads and computes nothing pair by pair beside the
-# product; with a dense mask, documents, a bias, a softcap or dropout registers are scarce, and blocks smaller.
-_PLAIN: dict[str, tuple[Blocks, Blocks, Blocks]] = {
-    "forward": (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(32, 32, 8, 1)),
+# By kernel, for widths up to 64, 128 and 256. A plain call reads and computes nothing pair by pair beside the product; with a
+# dense mask, documents, a bias, a softcap or dropout registers are scarce, and blocks smaller. "" stands for all others.
+_Table = dict[str, tuple[Blocks, Blocks, Blocks]]
+_PLAIN: _Table = {
+    "forward": (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(32, 32, 4, 1)),
     "seeing": (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(32, 32, 8, 1)),
-    "decode": (Blocks(16, 64, 4, 2), Blocks(16, 64, 4, 2), Blocks(16, 32, 8, 2)),
+    "decode": (Blocks(16, 64, 4, 2), Blocks(16, 64, 4, 2), Blocks(16, 32, 4, 1)),
     "d_queries": (Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2), Blocks(32, 32, 8, 1)),
     "d_keys": (Blocks(32, 64, 8, 2), Blocks(32, 64, 8, 1), Blocks(32, 32, 8, 1)),
     "received": (Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 2), Blocks(32, 32, 4, 1)),
+    "": (Blocks(32, 64, 4, 1), Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1)),
 }
-_HEAVY: dict[str, tuple[Blocks, Blocks, Blocks]] = {
+_HEAVY: _Table = {
     "forward": (Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1)),
     "seeing": (Blocks(64, 64, 8, 2), Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1)),
-    "decode": (Blocks(16, 64, 4, 2), Blocks(16, 64, 4, 2), Blocks(16, 32, 8, 2)),
+    "decode": (Blocks(16, 64, 4, 2), Blocks(16, 64, 4, 2), Blocks(16, 32, 4, 2)),
     "d_queries": (Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
     "d_keys": (Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
     "received": (Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
+    "": (Blocks(32, 64, 4, 1), Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1)),
 }
-_OTHERS: tuple[Blocks, Blocks, Blocks] = (Blocks(32, 64, 4, 1), Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1))
+# float32 is for exactness: three products for one, or none of the tensor cores.
+_PLAIN_FLOAT32: _Table = {
+    "forward": (Blocks(32, 32, 4, 1), Blocks(32, 16, 8, 1), Blocks(16, 32, 8, 1)),
+    "seeing": (Blocks(32, 32, 4, 1), Blocks(32, 16, 8, 1), Blocks(16, 32, 8, 1)),
+    "decode": (Blocks(16, 32, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 32, 8, 1)),
+    "d_queries": (Blocks(32, 32, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1)),
+    "d_keys": (Blocks(32, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1)),
+    "received": (Blocks(32, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1)),
+    "": (Blocks(32, 32, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 8, 1)),
+}
+_HEAVY_FLOAT32: _Table = {
+    "decode": (Blocks(16, 32, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 8, 1)),
+    "": (Blocks(16, 32, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 8, 1)),
+}
 
 
 def blocks_for(kernel: str, target: str, itemsize: int, width: int, plain: bool) -> Blocks:
     """For a kernel on a target ("interpreter", "cuda:80", "hip:gfx942"), numbers of so many bytes and heads so wide."""
     if target == "interpreter":
         return INTERPRETED
-    table = _PLAIN if plain else _HEAVY
-    which = 0 if width <= 64 else 1 if width <= 128 else 2
     if itemsize == 4:
-        blocks = table.get(kernel, _OTHERS)[min(which + 1, 2)]
-        return Blocks(min(blocks.rows, 32), min(blocks.keys, 32 if which == 0 else 16), 4, 1)
-    return table.get(kernel, _OTHERS)[which]
+        table = _PLAIN_FLOAT32 if plain else _HEAVY_FLOAT32
+    else:
+        table = _PLAIN if plain else _HEAVY
+    return table.get(kernel, table[""])[0 if width <= 64 else 1 if width <= 128 else 2]
 
 
 def parts_of(programs: int, keys: int, block: int, processors: int) -> int:

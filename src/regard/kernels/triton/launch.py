@@ -6,7 +6,6 @@ Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from regard.kernels.triton.blocks import Blocks, blocks_for, parts_of
 from regard.kernels.triton.interpreter import interpreting, quiet_numpy, repair
 from regard.kernels.triton.lowered import Lowered, heads_of, lower, power_of_two
 
-__all__ = ["Target", "attention", "gradients", "launch", "target_of"]
+__all__ = ["Target", "attention", "chosen_blocks", "gradients", "launch", "precision_for", "target_of"]
 
 
 class Target(NamedTuple):
@@ -28,11 +27,6 @@ class Target(NamedTuple):
 
     name: str
     processors: int
-
-    @property
-    def precision(self) -> str:
-        """How float32 is multiplied. NVIDIA's tensor cores take three products in tf32 for one that is nearly exact."""
-        return "tf32x3" if self.name.startswith("cuda") else "ieee"
 
 
 def target_of(device: torch.device) -> Target:
@@ -69,6 +63,14 @@ def chosen_blocks(kernel: str, low: Lowered, target: Target, height: int = 0, wi
     return blocks._replace(rows=height or blocks.rows, keys=width or blocks.keys)
 
 
+def precision_for(low: Lowered, target: Target) -> str:
+    """How float32 is multiplied. NVIDIA's tensor cores take three products in tf32 for one that is nearly exact; they need more
+    registers than there are where heads are wide, and AMD's compiler has no such thing."""
+    call = low.call
+    wide = call.q.element_size() == 4 and max(call.q.shape[3], call.v.shape[3]) > 128
+    return "tf32x3" if target.name.startswith("cuda") and not wide else "ieee"
+
+
 def attention(
     call: Call,
     out: Tensor | None,
@@ -100,7 +102,7 @@ def attention(
     launch(
         forward.forward, (programs, parts), blocks, call.q, low.q, low.k, low.v, place, lse, look, partial, low.sizes,
         low.seen, low.bias, low.numbers, low.sinks, low.drop, moments, per_part,
-        ROWS=blocks.rows, KEYS=blocks.keys, PACKED=packed, EDGES=low.edges, PRECISION=target.precision,
+        ROWS=blocks.rows, KEYS=blocks.keys, PACKED=packed, EDGES=low.edges, PRECISION=precision_for(low, target),
         OUTPUT=out is not None, **flags, **compiled_for,
     )  # fmt: skip
     if partial is not None:
@@ -194,7 +196,7 @@ class _Rows(NamedTuple):
         launch(
             backward.d_queries, (-(-n // blocks.rows) * batch * heads,), blocks, dq, low.q, low.k, low.v, self.d_out,
             Heads(dq, *dq.stride()[:3]), self.lse, self.delta, *self._common(),
-            ROWS=blocks.rows, KEYS=blocks.keys, EDGES=low.edges, PRECISION=self.target.precision, **low.compiled_for,
+            ROWS=blocks.rows, KEYS=blocks.keys, EDGES=low.edges, PRECISION=precision_for(self.low, self.target), **low.compiled_for,
         )  # fmt: skip
 
     def d_keys(self, dk: Tensor | None, dv: Tensor | None) -> None:
@@ -206,7 +208,7 @@ class _Rows(NamedTuple):
         launch(
             backward.d_keys, (-(-m // blocks.keys) * batch * groups,), blocks, low.call.q, low.q, low.k, low.v,
             self.d_out, *places, self.lse, self.delta, *self._common(),
-            ROWS=blocks.rows, KEYS=blocks.keys, EDGES=low.edges, PRECISION=self.target.precision,
+            ROWS=blocks.rows, KEYS=blocks.keys, EDGES=low.edges, PRECISION=precision_for(self.low, self.target),
             WANT_K=dk is not None, WANT_V=dv is not None, **low.compiled_for,
         )  # fmt: skip
 
@@ -247,7 +249,7 @@ class _Rows(NamedTuple):
         launch(
             backward.d_scores, (grid,), blocks, low.call.q, low.q, low.k, low.v, self.d_out, to, self.lse, self.delta,
             *self._common(), row, count,
-            ROWS=blocks.rows, KEYS=blocks.keys, PRECISION=self.target.precision, **low.compiled_for,
+            ROWS=blocks.rows, KEYS=blocks.keys, PRECISION=precision_for(self.low, self.target), **low.compiled_for,
         )  # fmt: skip
 
 

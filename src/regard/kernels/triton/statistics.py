@@ -165,6 +165,7 @@ class _Weights:
     def __init__(self, call: Call, lse: Tensor, plane: Plane) -> None:
         self.call, self.lse, self.plane = call, lse, plane
         self.low, self.target = lower(call), launch.target_of(call.q.device)
+        self.precision = launch.precision_for(self.low, self.target)
         self.counted = None
         if plane.padding is not None:
             self.counted = (~plane.padding).to(torch.uint8).expand(plane.batch, -1).contiguous()
@@ -194,7 +195,7 @@ class _Weights:
         to = self._new(bands, m)
         self._launch(
             key_sums.received, -(-m // blocks.keys) * bands, blocks, (self.counted, to), (bands,),
-            KEYS=blocks.keys, EDGES=self.low.edges, PRECISION=self.target.precision,
+            KEYS=blocks.keys, EDGES=self.low.edges, PRECISION=self.precision,
         )  # fmt: skip
         return to
 
@@ -241,8 +242,8 @@ class _Weights:
         place = Heads(factors, _item_stride(factors), _item_stride(factors, 1), factors.stride(2))
         self._launch(
             key_sums.columns, -(-n // blocks.rows) * -(-count // together), blocks, (place, to), (count,),
-            KEYS=blocks.keys, SUMS=together, EDGES=self.low.edges, PRECISION=self.target.precision,
-            EXACT=self.target.precision,
+            KEYS=blocks.keys, SUMS=together, EDGES=self.low.edges, PRECISION=self.precision,
+            EXACT=self.precision,
         )  # fmt: skip
         return to
 
@@ -255,7 +256,7 @@ class _Weights:
         slots = max(2, 1 << (count - 1).bit_length())
         self._launch(
             selected.links, -(-n // blocks.rows), blocks, (weights, keys), (count,),
-            KEYS=blocks.keys, SLOTS=slots, PRECISION=self.target.precision,
+            KEYS=blocks.keys, SLOTS=slots, PRECISION=self.precision,
         )  # fmt: skip
         keys, order = keys.to(torch.int64).sort(-1)  # of equal weights the first key comes first
         weights, largest = weights.gather(-1, order).sort(dim=-1, descending=True, stable=True)
@@ -270,7 +271,7 @@ class _Weights:
             blocks = launch.chosen_blocks("region", self.low, self.target)
             self._launch(
                 selected.region, -(-rows // blocks.rows) * -(-columns // blocks.keys), blocks, (to,),
-                (row, rows, column, columns), KEYS=blocks.keys, PRECISION=self.target.precision,
+                (row, rows, column, columns), KEYS=blocks.keys, PRECISION=self.precision,
             )  # fmt: skip
         return to
 

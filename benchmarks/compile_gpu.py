@@ -1,6 +1,6 @@
-"""Compiles every GPU kernel for real GPUs, without one: what it needs in registers and shared memory, and what it spills.
+"""Compiles every GPU kernel for real GPUs, without one: registers, shared memory, and what is spilled.
 
-    python benchmarks/compile_gpu.py                          all targets, widths and dtypes; writes results/compile_gpu.json
+    python benchmarks/compile_gpu.py                  everything; writes results/compile_gpu.json
     python benchmarks/compile_gpu.py --targets cuda:90 --widths 64 --dtypes bfloat16 --save none
 
 Fails where a kernel of a plain call spills registers, or any needs more shared memory than the GPU has. Needs the extra
@@ -85,7 +85,11 @@ def run_all(call: kernels.Call, decode: bool) -> None:
         wanted = [True] * len(call.learned())
         loops.backward(call, out, lse, out, lse, wanted, 0, 0)
     factors = torch.zeros(HEADS, TOKENS)
-    asked = [*as_measures(SEEING), measures.Crop(0, 8, 0, 8), measures.Pairs(torch.zeros(call.shape[2], dtype=torch.int64))]
+    asked = [
+        *as_measures(SEEING),
+        measures.Crop(0, 8, 0, 8),
+        measures.Pairs(torch.zeros(call.shape[2], dtype=torch.int64)),
+    ]
     run = MeasureRun(asked, plane_of(call))
     kernel.forward_measured(call.detached(), run)
     from regard.kernels.triton import statistics
@@ -135,13 +139,19 @@ def each_kernel(target: str, dtype: torch.dtype, width: int, features: str) -> I
         kernel.device_caches.clear()  # (it would keep what was compiled for another target)
         start = time.perf_counter()
         compiled = kernel.run(
-            *args, grid=grid, warmup=True, num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True, **options
+            *args,
+            grid=grid,
+            warmup=True,
+            num_warps=blocks.warps,
+            num_stages=blocks.stages,
+            enable_fp_fusion=True,
+            **options,
         )
         found[name] = compiled, blocks, time.perf_counter() - start
 
     with (
         mock.patch.object(launch, "launch", compile_only),
-        mock.patch.object(launch, "target_of", lambda device: launch.Target(target, TARGETS[target][1])),
+        mock.patch.object(launch, "target_of", return_value=launch.Target(target, TARGETS[target][1])),
     ):
         for what, call in calls(dtype, width, features):
             run_all(call, what == "decode")
@@ -162,7 +172,9 @@ def compile_all(target: str, dtype: torch.dtype, width: int, features: str) -> l
 
 def assembly(target: str, dtype: torch.dtype, width: int) -> dict[str, tuple[str, Any]]:
     """The PTX of every kernel of a plain call, and its blocks."""
-    return {name: (compiled.asm["ptx"], blocks) for name, compiled, blocks, _ in each_kernel(target, dtype, width, "plain")}
+    return {
+        name: (compiled.asm["ptx"], blocks) for name, compiled, blocks, _ in each_kernel(target, dtype, width, "plain")
+    }
 
 
 def wrong(row: dict[str, Any]) -> str | None:
@@ -196,7 +208,9 @@ def main() -> int:
                         rows.append(row)
                         reason = wrong(row)
                         failures += [] if reason is None else [reason]
-                        numbers = f"{row['registers']:>4} registers {row['spills']:>5} spilled {row['shared']:>7} shared"
+                        numbers = (
+                            f"{row['registers']:>4} registers {row['spills']:>5} spilled {row['shared']:>7} shared"
+                        )
                         where = f"{target:<11}{dtype:<9}{width:>4} {features:<11}{row['kernel']:<20}"
                         blocks = "{}x{}, {}w, {}s".format(*row["blocks"])
                         print(f"{where} {blocks:<16}{numbers} {row['seconds']:>5} s  {reason or ''}", flush=True)

@@ -1,12 +1,12 @@
-"""The GPU kernels on a GPU: whether they are right, and how fast they are beside SDPA and FlexAttention, blind and seeing.
+"""The GPU kernels on a GPU: are they right, and how fast beside SDPA and FlexAttention, blind and seeing.
 
-    python benchmarks/gpu.py --check                compares them with the reference, feature by feature; fails if one is wrong
-    python benchmarks/gpu.py                        checks, then measures (some minutes); writes results/gpu.json
-    python benchmarks/gpu.py --quick                fewer sizes
-    python benchmarks/gpu.py --estimate cuda:90     without a GPU: what counted instructions let expect, an estimate
+    python benchmarks/gpu.py --check               compares them with the reference; fails if one is wrong
+    python benchmarks/gpu.py                       checks, then measures (some minutes); writes results/gpu.json
+    python benchmarks/gpu.py --quick               fewer sizes
+    python benchmarks/gpu.py --estimate cuda:90    without a GPU: an estimate from counted instructions
 
-Needs CUDA or ROCm and the extra `gpu`; only `--estimate` runs without a GPU. Contestants take turns, times are medians over
-turns with events of the device, and tables show ratios. FlexAttention is compiled by torch.
+Needs CUDA or ROCm and the extra `gpu`; only `--estimate` runs without a GPU. Contestants take turns, times are medians
+over turns with events of the device, and tables show ratios. FlexAttention is compiled by torch.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ HEADS, GROUPS = 16, 4
 ROWS = ("entropy", "peak", "distance", "offset")  # statistics of the forward pass itself
 EVERY = ("entropy", "peak", "distance", "offset", "offsets", "received", "on_first", "heatmap")
 
-# --- measuring ----------------------------------------------------------------------------------------------------------
+# --- measuring
+# ----------------------------------------------------------------------------------------------------------
 
 
 def take_turns(contestants: dict[str, Callable[[], object]], seconds: float) -> dict[str, dict[str, float]]:
-    """The median time of each contestant on the device, and the quartiles, in seconds. Every round runs each of them once,
-    in random order."""
+    """The median time of each contestant on the device, and the quartiles, in seconds. Every round runs each of them
+    once, in random order."""
     for run in contestants.values():  # compiling, and warming up
         for _ in range(3):
             run()
@@ -69,11 +70,14 @@ def take_turns(contestants: dict[str, Callable[[], object]], seconds: float) -> 
 def inputs(tokens: int, queries: int, width: int, dtype: torch.dtype, gradient: bool) -> list[Tensor]:
     shapes = (1, queries, HEADS), (1, tokens, GROUPS), (1, tokens, GROUPS)
     return [
-        torch.randn(*shape, width, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_(gradient) for shape in shapes
+        torch.randn(*shape, width, device="cuda", dtype=dtype).transpose(1, 2).requires_grad_(gradient)
+        for shape in shapes
     ]
 
 
-def flex(mask_mod: Callable[..., Tensor] | None, score_mod: Callable[..., Tensor] | None, n: int, m: int) -> Callable[..., Tensor]:
+def flex(
+    mask_mod: Callable[..., Tensor] | None, score_mod: Callable[..., Tensor] | None, n: int, m: int
+) -> Callable[..., Tensor]:
     """torch's FlexAttention, compiled."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -83,8 +87,8 @@ def flex(mask_mod: Callable[..., Tensor] | None, score_mod: Callable[..., Tensor
 
 
 def features(n: int, m: int) -> dict[str, tuple[dict[str, Any], tuple[Any, Any] | None, dict[str, Any] | None]]:
-    """By name: options of `attend`; mask_mod and score_mod of FlexAttention, None where it has no such thing; options of SDPA,
-    None where it cannot."""
+    """By name: options of `attend`; mask_mod and score_mod of FlexAttention, None where it has no such thing; options
+    of SDPA, None where it cannot."""
     first = m - n
     documents = torch.arange(m, device="cuda") // 512
 
@@ -122,7 +126,9 @@ def attempt(run: Callable[[], object]) -> Callable[[], object] | None:
     return run
 
 
-def contest(name: str, tokens: int, queries: int, width: int, dtype: torch.dtype, gradient: bool, seconds: float) -> dict[str, Any]:
+def contest(
+    name: str, tokens: int, queries: int, width: int, dtype: torch.dtype, gradient: bool, seconds: float
+) -> dict[str, Any]:
     """A feature by all who have it: forward, or forward and backward."""
     options, of_flex, of_sdpa = features(queries, tokens)[name]
     q, k, v = inputs(tokens, queries, width, dtype, gradient)
@@ -141,11 +147,19 @@ def contest(name: str, tokens: int, queries: int, width: int, dtype: torch.dtype
     if of_flex is not None:
         contestants["flex"] = whole(flex(*of_flex, queries, tokens))
     running = {who: run for who, run in contestants.items() if attempt(run) is not None}
-    row = {"what": "backward" if gradient else "forward", "feature": name, "tokens": tokens, "queries": queries, "width": width}
+    row = {
+        "what": "backward" if gradient else "forward",
+        "feature": name,
+        "tokens": tokens,
+        "queries": queries,
+        "width": width,
+    }
     return row | {"dtype": str(dtype).removeprefix("torch."), "times": take_turns(running, seconds)}
 
 
-def seeing(tokens: int, queries: int, width: int, dtype: torch.dtype, mask: Mask | None, seconds: float) -> dict[str, Any]:
+def seeing(
+    tokens: int, queries: int, width: int, dtype: torch.dtype, mask: Mask | None, seconds: float
+) -> dict[str, Any]:
     """Blind, with the statistics of rows, and with all of them; and all of them in strips."""
     q, k, v = inputs(tokens, queries, width, dtype, False)
 
@@ -172,7 +186,8 @@ def seeing(tokens: int, queries: int, width: int, dtype: torch.dtype, mask: Mask
     return row | {"width": width, "dtype": str(dtype).removeprefix("torch."), "times": times}
 
 
-# --- an estimate from counted instructions ----------------------------------------------------------------------------------
+# --- an estimate from counted instructions
+# ----------------------------------------------------------------------------------
 
 # Cycles of a quarter of a processor for one instruction of a warp, and multiply-adds of its tensor core per cycle.
 UNITS = {
@@ -188,10 +203,12 @@ KINDS = {
 
 
 def counted(ptx: str) -> dict[str, int]:
-    """Instructions of a thread in the loop that needs no mask: of all blocks with products and exponentials the one with the
-    fewest selections."""
+    """Instructions of a thread in the loop that needs no mask: of all blocks with products and exponentials the one
+    with the fewest selections."""
     loops = [
-        block for block in re.split(r"^\$L__\w+:", ptx, flags=re.MULTILINE) if re.search(KINDS["exp"], block) and "mma" in block
+        block
+        for block in re.split(r"^\$L__\w+:", ptx, flags=re.MULTILINE)
+        if re.search(KINDS["exp"], block) and "mma" in block
     ]
     if not loops:
         return {}
@@ -200,8 +217,8 @@ def counted(ptx: str) -> dict[str, int]:
 
 
 def estimate(target: str, width: int) -> list[list[str]]:
-    """For blind and seeing attention: cycles of each unit for 32 weights, and the time of seeing over that of blind, if units
-    overlap, and if tensor cores wait for the others."""
+    """For blind and seeing attention: cycles of each unit for 32 weights, and the time of seeing over that of blind, if
+    units overlap, and if tensor cores wait for the others."""
     import compile_gpu
 
     rows, cycles = [], {}
@@ -224,14 +241,19 @@ def estimate(target: str, width: int) -> list[list[str]]:
 
 def print_estimate(target: str) -> None:
     if target not in UNITS:
-        print(f"--estimate: expected one of {', '.join(UNITS)}, received {target}; remedy: rates of its units in UNITS", file=sys.stderr)
+        print(
+            f"--estimate: expected one of {', '.join(UNITS)}, received {target}; remedy: rates of its units in UNITS",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
     for width in (64, 128):
-        print(f"\nAn estimate, not a measurement: {target}, bfloat16, width {width}, causal; cycles for 32 weights in a quarter of a processor")
-        print(table(["", "tensor", "exp2", "fma", "alu", "over blind, overlapping", "over blind, apart"], estimate(target, width)))
+        print(f"\nAn estimate, not a measurement: {target}, bfloat16, width {width}, causal.")
+        print("Cycles for 32 weights in a quarter of a processor:")
+        header = ["", "tensor", "exp2", "fma", "alu", "over blind, overlapping", "over blind, apart"]
+        print(table(header, estimate(target, width)))
 
 
-# ----------------------------------------------------------------------------------------------------------------------------
+# --- the tables ------------------------------------------------------------------------------------------------------
 
 
 def check() -> bool:
@@ -252,22 +274,36 @@ def ratios(rows: list[dict[str, Any]]) -> None:
         lines = []
         for row in some:
             ours = row["times"]["ours"]["median"]
-            cells = [f"{row['times'][who]['median'] / ours:.2f}" if who in row["times"] else "" for who in ("SDPA", "flex", "blockwise")]
+            cells = [
+                f"{row['times'][who]['median'] / ours:.2f}" if who in row["times"] else ""
+                for who in ("SDPA", "flex", "blockwise")
+            ]
             spread = (row["times"]["ours"]["high"] - row["times"]["ours"]["low"]) / ours
             size = f"{row['queries']} x {row['tokens']}"
             lines.append([row["feature"], row["dtype"], str(row["width"]), size, *cells, f"{spread:.0%}"])
         if lines:
             print(f"\n{what}: time of others over ours (above 1: ours is faster)")
-            print(table(["", "dtype", "width", "queries x keys", "SDPA", "FlexAttention", "blockwise", "our spread"], lines))
+            print(
+                table(
+                    ["", "dtype", "width", "queries x keys", "SDPA", "FlexAttention", "blockwise", "our spread"], lines
+                )
+            )
     lines = []
     for row in rows:
         if row["what"] == "seeing":
             blind = row["times"]["blind"]["median"]
             cells = [f"{row['times'][who]['median'] / blind:.2f}" for who in ("rows", "every", "every, in strips")]
-            lines.append([row["feature"], row["dtype"], str(row["width"]), f"{row['queries']} x {row['tokens']}", *cells])
+            lines.append(
+                [row["feature"], row["dtype"], str(row["width"]), f"{row['queries']} x {row['tokens']}", *cells]
+            )
     if lines:
         print("\nseeing: time over blind attention by the same kernel")
-        print(table(["", "dtype", "width", "queries x keys", "rows' statistics", "every statistic", "every one in strips"], lines))
+        print(
+            table(
+                ["", "dtype", "width", "queries x keys", "rows' statistics", "every statistic", "every one in strips"],
+                lines,
+            )
+        )
 
 
 def measure(quick: bool, seconds: float) -> list[dict[str, Any]]:
@@ -278,7 +314,10 @@ def measure(quick: bool, seconds: float) -> list[dict[str, Any]]:
         for tokens, queries in sizes:
             for name in features(queries, tokens):
                 for gradient in (False, True) if queries > 1 else (False,):
-                    print(f"{name}, {queries} x {tokens}, width {width}, {'backward' if gradient else 'forward'}", flush=True)
+                    print(
+                        f"{name}, {queries} x {tokens}, width {width}, {'backward' if gradient else 'forward'}",
+                        flush=True,
+                    )
                     rows.append(contest(name, tokens, queries, width, torch.bfloat16, gradient, seconds))
             for mask in (None, Causal()):
                 rows.append(seeing(tokens, queries, width, torch.bfloat16, mask, seconds))
@@ -296,9 +335,14 @@ def main() -> int:
     if arguments.estimate:
         print_estimate(arguments.estimate)
         return 0
-    missing = availability.why_not_on("cuda") or (None if torch.cuda.is_available() else f"torch {torch.__version__} finds none")
+    missing = availability.why_not_on("cuda") or (
+        None if torch.cuda.is_available() else f"torch {torch.__version__} finds none"
+    )
     if missing is not None:
-        print(f"GPU: expected one that Triton compiles for, received none: {missing}; remedy: a machine that has one", file=sys.stderr)
+        print(
+            f"GPU: expected one that Triton compiles for, received none: {missing}; remedy: a machine that has one",
+            file=sys.stderr,
+        )
         return 2
     if not check():
         print("Not measured: what is wrong has no speed.", file=sys.stderr)

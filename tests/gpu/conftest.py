@@ -1,5 +1,5 @@
-"""The tests in `interpreted/` need Triton's interpreter, which a process has from its start (TRITON_INTERPRET=1): elsewhere
-`test_in_interpreter.py` runs them in a process of their own."""
+"""The tests in `interpreted/` need Triton's interpreter, which a process has from its start (TRITON_INTERPRET=1):
+elsewhere `test_in_interpreter.py` runs them in a process of their own."""
 
 from __future__ import annotations
 

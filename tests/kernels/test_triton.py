@@ -1,5 +1,5 @@
-"""The GPU kernels where there is no GPU: they are refused in words, and nothing imports Triton. `tests/gpu` tests what they
-compute."""
+"""The GPU kernels where there is no GPU: they are refused in words, and nothing imports Triton. `tests/gpu` tests what
+they compute."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_it_is_not_available_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_importing_regard_does_not_import_triton() -> None:
-    code = "import sys, regard, regard.kernels.triton.launch; print([m for m in sys.modules if m.split('.')[0] == 'triton'])"
+    code = "import sys, regard, regard.kernels.triton.launch; print([m for m in sys.modules if m.startswith('triton')])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout == "[]\n"
 
@@ -81,7 +81,7 @@ def test_what_it_cannot_serve_is_said(change: Any, words: str, monkeypatch: pyte
 class OnCuda:
     """A call whose tensors are said to be on a GPU."""
 
-    class q:  # noqa: N801
+    class q:
         device = torch.device("cuda", 0)
 
 
@@ -108,7 +108,9 @@ def test_the_doctor_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(availability, "installed", lambda: False)
     assert "no GPU here: Triton is not installed" in doctor.examine()["kernels"]["triton"]
-    with pytest.raises(ValueError, match="GPU kernels: expected a GPU that Triton compiles for, received none: Triton is"):
+    with pytest.raises(
+        ValueError, match="GPU kernels: expected a GPU that Triton compiles for, received none: Triton is"
+    ):
         doctor.check_gpus()
     monkeypatch.setattr(availability, "installed", lambda: True)
     with pytest.raises(ValueError, match=r"received none: torch .* finds no GPU"):
@@ -120,7 +122,11 @@ def test_the_doctor_tells_the_verdict_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A GPU")
     monkeypatch.setattr(availability, "installed", lambda: True)
-    verdicts = [None, self_check.Verdict(False, 3, ["window: output is off"], 2.0), self_check.Verdict(True, 3, [], 2.0)]
+    verdicts = [
+        None,
+        self_check.Verdict(False, 3, ["window: output is off"], 2.0),
+        self_check.Verdict(True, 3, [], 2.0),
+    ]
     expected = [
         "A GPU: by its name alone; its self-check has not run on this device; remedy: regard doctor --gpu",
         "A GPU: by its name alone; its self-check failed on this device: 1 of 3 comparisons failed; the first: window: "

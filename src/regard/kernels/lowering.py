@@ -21,7 +21,16 @@ from torch import Tensor
 from regard.kernels.call import Call
 from regard.masks import Causal, Documents, Hide, Keep, Mask, Padding, Tile, Window
 
-__all__ = ["Added", "Visible", "bias_gradients", "by_distance", "lower_biases", "lower_mask", "new_gradient", "pairs_to_evaluate"]
+__all__ = [
+    "Added",
+    "Visible",
+    "bias_gradients",
+    "by_distance",
+    "lower_biases",
+    "lower_mask",
+    "new_gradient",
+    "pairs_to_evaluate",
+]
 
 
 @dataclass

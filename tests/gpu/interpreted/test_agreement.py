@@ -1,4 +1,5 @@
-"""The GPU kernels against `reference` in float64, as every kernel: values, log-sum-exp, gradients, block edges, widths."""
+"""The GPU kernels against `reference` in float64, as every kernel: values, log-sum-exp, gradients, block edges,
+widths."""
 
 from __future__ import annotations
 
@@ -208,7 +209,7 @@ def test_what_padding_hides_is_not_read(n: int) -> None:
 def test_what_a_mask_hides_within_a_block_is_refused_where_it_is_no_number() -> None:
     q, k, v = (torch.randn(1, 1, 5, 4) for _ in range(3))
     v[0, 0, 4, 0] = float("nan")
-    with pytest.raises(ValueError, match="kernel 'triton': .*keys or values hold NaN or inf.*kernel=\"auto\""):
+    with pytest.raises(ValueError, match=r"kernel 'triton': .*keys or values hold NaN or inf.*kernel=\"auto\""):
         regard.attend(q, k, v, mask=Causal(), kernel="triton")
     assert regard.attend(q, k, v, kernel="triton")[..., 0].isnan().all()  # without a mask it counts
 

@@ -66,7 +66,9 @@ def test_statistics_of_split_keys(launches: list[Any]) -> None:
         assert torch.equal(ours.target, right.target)
 
 
-@pytest.mark.parametrize("programs, keys, parts", [(1, 64, 1), (1, 2**20, 264), (264, 2**20, 1), (8, 4096, 16), (8, 2**16, 33)])
+@pytest.mark.parametrize(
+    "programs, keys, parts", [(1, 64, 1), (1, 2**20, 264), (264, 2**20, 1), (8, 4096, 16), (8, 2**16, 33)]
+)
 def test_how_keys_are_split(programs: int, keys: int, parts: int) -> None:
     """Two programs for each of 132 processors, and four blocks of 64 keys at least."""
     assert parts_of(programs, keys, 64, 132) == parts

@@ -33,9 +33,7 @@ def test_compiles_as_one_graph(backend: str) -> None:
 def test_the_operator_keeps_torchs_rules() -> None:
     q, k, v = (torch.randn(1, h, 5, 8) for h in (2, 1, 1))
     flat = flatten(Case(q, k, v, {"mask": Causal(), "dropout": 0.2}).to(torch.float32).call())
-    torch.library.opcheck(
-        torch.ops.regard.triton.default, (*flat, 0, 0), test_utils=("test_schema", "test_faketensor")
-    )
+    torch.library.opcheck(torch.ops.regard.triton.default, (*flat, 0, 0), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_fake_tensors_have_the_shapes_and_strides() -> None:
@@ -60,7 +58,7 @@ def test_vmap_and_gradients_per_sample() -> None:
 def test_second_derivatives_raise_and_name_the_kernel_that_has_them() -> None:
     q = torch.randn(1, 1, 3, 4, requires_grad=True)
     (first,) = torch.autograd.grad(regard.attend(q, q, q, kernel="triton").sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivatives: kernel 'triton'.*kernel='reference'"):
+    with pytest.raises(NotImplementedError, match=r"second derivatives: kernel 'triton'.*kernel='reference'"):
         first.sum().backward()
 
 

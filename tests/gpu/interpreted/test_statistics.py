@@ -17,7 +17,18 @@ from regard.positions import Alibi
 N, M = 21, 37
 PAIRS = Pairs(torch.stack([torch.arange(N) * 5 % M, torch.where(torch.arange(N) % 3 > 0, torch.arange(N), -1)], -1))
 WEIGHT = torch.randn(8, 4 * 11, generator=torch.Generator().manual_seed(0))
-EVERY = ["entropy", "peak", "max_logit", "distance", "offset", Offsets(2, 1), "received", "on_first", Heatmap(4, 3), Links(3)]
+EVERY = [
+    "entropy",
+    "peak",
+    "max_logit",
+    "distance",
+    "offset",
+    Offsets(2, 1),
+    "received",
+    "on_first",
+    Heatmap(4, 3),
+    Links(3),
+]
 EVERY += [Crop(2, 9, 5, 30), Local(1), Contribution(WEIGHT), PAIRS]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -31,11 +42,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "bias": torch.sin(torch.arange(4 * N * M)).view(1, 4, N, M),
         "sinks": torch.arange(4.0),
     },
-    "positions": {
-        "positions": torch.arange(N) * 7 % 50,
-        "key_positions": torch.arange(M) * 4 // 3,
-        "mask": Causal(),
-    },
+    "positions": {"positions": torch.arange(N) * 7 % 50, "key_positions": torch.arange(M) * 4 // 3, "mask": Causal()},
     "sinks": {"sinks": torch.full((4,), 30.0), "bias": Alibi(4)},
 }
 
@@ -64,7 +71,9 @@ def same(ours: Any, right: Any, allowed: float = 4e-6) -> None:
 def compare(options: dict[str, Any], dtype: torch.dtype = torch.float32) -> None:
     q, k, v = inputs(dtype)
     ours = regard.measure(q, k, v, measures=EVERY, kernel="triton", **options)
-    precise = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in options.items()}
+    precise = {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in options.items()
+    }
     right = regard.measure(q.double(), k.double(), v.double(), measures=EVERY, kernel="reference", **precise)
     same(ours, right)
     torch.testing.assert_close(ours.lse.double(), right.lse, rtol=2e-6, atol=2e-6)

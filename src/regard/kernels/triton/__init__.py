@@ -1,5 +1,5 @@
-"""Our own kernels for GPUs, in Triton: what torch's fused attention cannot serve, and all looking. `docs/kernel.md` explains
-them. The device code is in `device/`; this package imports Triton where it is first used.
+"""Our own kernels for GPUs, in Triton: what torch's fused attention cannot serve, and all looking. `docs/kernel.md`
+explains them. The device code is in `device/`; this package imports Triton where it is first used.
 
 Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v.
 """

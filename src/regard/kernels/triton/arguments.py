@@ -1,5 +1,5 @@
-"""What device code is given: tuples of tensors and numbers, by name. None where a call has no such thing; device code that
-asks `is None` is compiled without it.
+"""What device code is given: tuples of tensors and numbers, by name. None where a call has no such thing; device code
+that asks `is None` is compiled without it.
 
 Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v.
 """
@@ -10,7 +10,21 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Bias", "Dense", "Documents", "Drop", "Heads", "Look", "Moments", "Numbers", "Partial", "Plane", "Seen", "Sinks", "Sizes"]
+__all__ = [
+    "Bias",
+    "Dense",
+    "Documents",
+    "Drop",
+    "Heads",
+    "Look",
+    "Moments",
+    "Numbers",
+    "Partial",
+    "Plane",
+    "Seen",
+    "Sinks",
+    "Sizes",
+]
 
 
 class Heads(NamedTuple):

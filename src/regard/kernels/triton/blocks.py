@@ -1,8 +1,9 @@
-"""The sides of a kernel's blocks, its warps and pipeline stages: found by compiling for each GPU (`benchmarks/compile_gpu.py`),
-the largest without spilled registers and within shared memory. They decide speed, and no answer.
+"""The sides of a kernel's blocks, its warps and pipeline stages: found by compiling for each GPU
+(`benchmarks/compile_gpu.py`), the largest without spilled registers and within shared memory. They decide speed, and no
+answer.
 
-Kernels: "forward", "seeing" (with statistics of rows), "decode" (few rows, any), "d_queries", "d_keys", "d_scores", "received",
-"columns", "lists", "links", "region".
+Kernels: "forward", "seeing" (with statistics of rows), "decode" (few rows, any), "d_queries", "d_keys", "d_scores",
+"received", "columns", "lists", "links", "region".
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ class Blocks(NamedTuple):
 
 INTERPRETED = Blocks(32, 32, 4, 1)
 
-# By kernel, for widths up to 64, 128 and 256. A plain call reads and computes nothing pair by pair beside the product; with a
-# dense mask, documents, a bias, a softcap or dropout registers are scarce, and blocks smaller. "" stands for all others.
+# By kernel, for widths up to 64, 128 and 256. A plain call reads and computes nothing pair by pair beside the product;
+# with a dense mask, documents, a bias, a softcap or dropout registers are scarce, and blocks smaller. "" stands for all
+# others.
 _Table = dict[str, tuple[Blocks, Blocks, Blocks]]
 _PLAIN: _Table = {
     "forward": (Blocks(128, 64, 8, 2), Blocks(128, 32, 8, 2), Blocks(32, 32, 4, 1)),

@@ -1,5 +1,6 @@
-"""The comparisons of the self-check: small calls of every feature, by these kernels and by `reference` in float64, on the same
-device. What is allowed is what rounding in the call's own dtype explains; a wrong mask or a forgotten product is far beyond.
+"""The comparisons of the self-check: small calls of every feature, by these kernels and by `reference` in float64, on
+the same device. What is allowed is what rounding in the call's own dtype explains; a wrong mask or a forgotten product
+is far beyond.
 
 Letters: B batch, H query heads, G kv heads, N queries, M keys, D head width of q and k, E head width of v.
 """
@@ -41,7 +42,9 @@ class Comparison:
             compare = _gradients if self.what == "gradients" else _statistics
             return compare(self.call, ALLOWED[self.call.q.dtype])
         except Exception as error:  # (whatever a compiler or a driver raises)
-            return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+            return (
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+            )
 
 
 def every(device: torch.device) -> Iterator[Comparison]:
@@ -148,7 +151,13 @@ def _results(forward: Callable[[Call], tuple[Tensor, Tensor]], call: Call) -> di
     loss = (out * direction).sum() + 0.5 * lse[lse.isfinite()].sum().to(out.dtype)
     leaves = [x for x in call.learned() if x.requires_grad]
     grads = torch.autograd.grad(loss, leaves)
-    names = ["q", "k", "v", *(["sinks"] if call.sinks is not None else []), *(f"bias {i}" for i in range(len(call.biases)))]
+    names = [
+        "q",
+        "k",
+        "v",
+        *(["sinks"] if call.sinks is not None else []),
+        *(f"bias {i}" for i in range(len(call.biases))),
+    ]
     learned = [name for name, x in zip(names, call.learned(), strict=True) if x.requires_grad]
     named = {f"gradient of {name}": grad for name, grad in zip(learned, grads, strict=True)}
     return {"output": out.detach(), "log-sum-exp": lse.detach(), **named}
@@ -202,5 +211,3 @@ def _plane(call: Call) -> Plane:
     batch, heads, n, m = call.shape
     tile = call.whole()
     return Plane(batch, heads, n, m, tile.q_positions, tile.k_positions, call.dtype, values=call.v)
-
-

@@ -1,8 +1,9 @@
-"""Triton's interpreter (TRITON_INTERPRET=1) made right for bfloat16, and quicker. It runs device code on a CPU, in numpy.
+"""Triton's interpreter (TRITON_INTERPRET=1) made right for bfloat16, and quicker. It runs device code on a CPU, in
+numpy.
 
 It multiplies the bit patterns of bfloat16 numbers in `tl.dot`, and cuts float32 off where a GPU rounds to the nearest
-even; both without a word. `repair` mends these two, and patches the language once per launch in place of once per call of
-a device function, which takes most of the time of small tests. Device code does no other arithmetic in bfloat16.
+even; both without a word. `repair` mends these two, and patches the language once per launch in place of once per call
+of a device function, which takes most of the time of small tests. Device code does no other arithmetic in bfloat16.
 """
 
 from __future__ import annotations

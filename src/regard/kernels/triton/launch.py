@@ -50,9 +50,7 @@ def launch(kernel: Any, grid: tuple[int, ...], blocks: Blocks, like: Tensor, *ar
         return
     elsewhere = like.is_cuda and like.device.index != torch.cuda.current_device()
     with torch.cuda.device(like.device) if elsewhere else nullcontext():
-        kernel[grid](
-            *args, **compiled_for, num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True
-        )
+        kernel[grid](*args, **compiled_for, num_warps=blocks.warps, num_stages=blocks.stages, enable_fp_fusion=True)
 
 
 def chosen_blocks(kernel: str, low: Lowered, target: Target, height: int = 0, width: int = 0) -> Blocks:
@@ -64,8 +62,8 @@ def chosen_blocks(kernel: str, low: Lowered, target: Target, height: int = 0, wi
 
 
 def precision_for(low: Lowered, target: Target) -> str:
-    """How float32 is multiplied. NVIDIA's tensor cores take three products in tf32 for one that is nearly exact; they need more
-    registers than there are where heads are wide, and AMD's compiler has no such thing."""
+    """How float32 is multiplied. NVIDIA's tensor cores take three products in tf32 for one that is nearly exact; they
+    need more registers than there are where heads are wide, and AMD's compiler has no such thing."""
     call = low.call
     wide = call.q.element_size() == 4 and max(call.q.shape[3], call.v.shape[3]) > 128
     return "tf32x3" if target.name.startswith("cuda") and not wide else "ieee"
@@ -196,7 +194,8 @@ class _Rows(NamedTuple):
         launch(
             backward.d_queries, (-(-n // blocks.rows) * batch * heads,), blocks, dq, low.q, low.k, low.v, self.d_out,
             Heads(dq, *dq.stride()[:3]), self.lse, self.delta, *self._common(),
-            ROWS=blocks.rows, KEYS=blocks.keys, EDGES=low.edges, PRECISION=precision_for(self.low, self.target), **low.compiled_for,
+            ROWS=blocks.rows, KEYS=blocks.keys, EDGES=low.edges, PRECISION=precision_for(self.low, self.target),
+            **low.compiled_for,
         )  # fmt: skip
 
     def d_keys(self, dk: Tensor | None, dv: Tensor | None) -> None:
@@ -236,9 +235,7 @@ class _Rows(NamedTuple):
             for bias, to, want in zip(call.biases, into, wanted, strict=True):
                 if want:
                     bias.add_gradient(ds, tile, to)
-        return [
-            to.to(bias.weight.dtype) for bias, to, want in zip(call.biases, into, wanted, strict=True) if want
-        ]
+        return [to.to(bias.weight.dtype) for bias, to, want in zip(call.biases, into, wanted, strict=True) if want]
 
     def _d_scores(self, to: Plane, row: int, count: int) -> None:
         from regard.kernels.triton.device import backward

@@ -39,7 +39,8 @@ class Lowered:
 
     @property
     def edges(self) -> int:
-        """Which blocks of keys need no mask: 0 none of them, 1 all but the last of a row, 2 all but the first and last."""
+        """Which blocks of keys need no mask: 0 none of them, 1 all but the last of a row, 2 all but the first and
+        last."""
         if self.seen.documents is not None or self.seen.dense is not None:
             return 0
         return 1 if self.seen.before is None else 2
@@ -65,7 +66,7 @@ class Lowered:
 
 def lower(call: Call) -> Lowered:
     """A call as device code takes it; what can be computed once is kept on the call."""
-    batch, heads, n, m = call.shape
+    _, heads, n, m = call.shape
     q, k, v = (heads_of(x) for x in (call.q, call.k, call.v))
     sizes = Sizes(heads, heads // call.k.shape[1], n, m, call.q_start)
     seen = Seen(None, None, None, None, None, None) if call.mask is None else call.derive(_seen)

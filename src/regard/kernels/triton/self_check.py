@@ -1,12 +1,13 @@
-"""No code that never ran is trusted: before "auto" takes these kernels on a device, they are compared there with `reference`
-in float64, small calls of every feature, forward, backward and statistics. It takes about a minute, most of it compiling.
+"""No code that never ran is trusted: before "auto" takes these kernels on a device, they are compared there with
+`reference` in float64, small calls of every feature, forward, backward and statistics. It takes about a minute, most of
+it compiling.
 
     check(device)      runs the comparison
     trusted(device)    whether it has passed there; runs it at first use
     doubt(device)      in words, why not
 
-The verdict is remembered in the user's cache directory, for the device's model, its driver, and the versions of torch, Triton
-and regard.
+The verdict is remembered in the user's cache directory, for the device's model, its driver, and the versions of torch,
+Triton and regard.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def trusted(device: torch.device) -> bool:
         )
         verdict = check(device)
         if not verdict.passed:
-            warnings.warn(f"regard leaves its GPU kernels alone on {_name(device)}: {verdict}", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"regard leaves its GPU kernels alone on {_name(device)}: {verdict}", RuntimeWarning, stacklevel=2
+            )
     return verdict.passed
 
 

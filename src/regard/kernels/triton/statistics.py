@@ -1,8 +1,9 @@
 """Which kernels give what the measures of a run need.
 
     in the forward pass   entropy, peak and target, distance, offset
-    from its lse          received and heatmap (`key_sums.received`), sums over weighted columns (`key_sums.columns`), sums
-                          over lists of keys (`selected.lists`: offsets, the first token, pairs, induction, ...), links, crop
+    from its lse          received and heatmap (`key_sums.received`), sums over weighted columns (`key_sums.columns`),
+                          sums over lists of keys (`selected.lists`: offsets, the first token, pairs, induction, ...),
+                          links, crop
     by strips             the rest: it is shown the weights afterwards (`blockwise.replay`)
 
 Letters: B batch, H query heads, N queries, M keys, K sums for each query.
@@ -10,6 +11,7 @@ Letters: B batch, H query heads, N queries, M keys, K sums for each query.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -49,7 +51,8 @@ _BY_NAME = (*_OF_ROWS, OnFirst, Received, Heatmap, Links, Crop)
 
 
 def forward_measured(call: Call, measuring: MeasureRun, output: bool) -> tuple[Tensor | None, Tensor]:
-    """Output (B, H, N, E) where it is asked for, and log-sum-exp (B, H, N); the run is handed what its measures need."""
+    """Output (B, H, N, E) where it is asked for, and log-sum-exp (B, H, N); the run is handed what its measures
+    need."""
     plane, measures = measuring.plane, measuring.measures
     out, lse = operators.new_output(call.q, call.v if output else call.v[..., :0])
     look, moments = _look(call, measures, plane)
@@ -114,9 +117,7 @@ def _sums(
     in_lists = dict(zip(lists, _split(weights.lists, lists.values(), "count"), strict=True))
     in_columns = dict(zip(columns, _split(weights.columns, columns.values(), None), strict=True))
     return {
-        number: Sums(
-            in_columns.get(number), in_lists.get(number), weights.received() if reduction.received else None
-        )
+        number: Sums(in_columns.get(number), in_lists.get(number), weights.received() if reduction.received else None)
         for number, reduction in asked.items()
     }
 
@@ -131,7 +132,8 @@ def _split(compute: Any, parts: Any, count: str | None) -> list[Tensor]:
 
 
 def _first_token(plane: Plane) -> KeyLists:
-    """A list with the key that is the text's first token, the same for all queries; empty where it is not among them."""
+    """A list with the key that is the text's first token, the same for all queries; empty where it is not among
+    them."""
     first = plane.is_first  # (1|B, M)
     keys = first.to(torch.uint8).argmax(1, keepdim=True).to(torch.int32)
     end = first.any(1).to(torch.int64)[:, None, None].expand(-1, plane.queries, 1)
@@ -278,7 +280,7 @@ class _Weights:
 
 def _sums_between(x: Tensor, edges: list[int]) -> Tensor:
     """Sums over the last axis from each edge to the next."""
-    return torch.stack([x[..., a:b].sum(-1) for a, b in zip(edges[:-1], edges[1:], strict=True)], -1)
+    return torch.stack([x[..., a:b].sum(-1) for a, b in itertools.pairwise(edges)], -1)
 
 
 def _item_stride(x: Tensor, axis: int = 0) -> int:

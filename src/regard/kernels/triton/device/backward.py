@@ -20,8 +20,8 @@ def score_gradients(
     product, d_weight, i, j, low, high, b, h, log, delta, row, column, inside, seen, bias, drop, numbers,
     MASKED: tl.constexpr, CAPPED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Of pairs (i, j), in any orientation: the weights that the values get; the gradients of scores, before and after the
-    softcap's slope."""
+    """Of pairs (i, j), in any orientation: the weights that the values get; the gradients of scores, before and after
+    the softcap's slope."""
     score, curved = scored(product, i, j, b, h, inside, numbers, bias, MASKED, CAPPED, SCALED)
     weight = tl.exp2(score * numbers.unit - log)
     if drop is not None:
@@ -198,7 +198,7 @@ def d_keys(
     if EDGES:
         first, last = middle(begin, end, all_begin, all_end, ROWS)
     k_sums, v_sums = tl.zeros((KEYS, WIDTH), tl.float32), tl.zeros((KEYS, VALUES), tl.float32)
-    for head in range(0, sizes.shared):
+    for head in range(sizes.shared):
         h = g * sizes.shared + head
         if EDGES:
             k_sums, v_sums = keys_over_queries(

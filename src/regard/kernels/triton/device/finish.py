@@ -8,8 +8,8 @@ from regard.kernels.triton.device.scores import FLOOR, HIDDEN, LN_2, LOG2_E
 
 @triton.jit
 def finished(top, total, sinks, b, h, sizes, numbers):
-    """Of rows with a maximum score and a sum of weights relative to it: the log-sum-exp as an exponent of 2, and what such a
-    weight is multiplied by to be one of the softmax. 0 for rows that see nothing."""
+    """Of rows with a maximum score and a sum of weights relative to it: the log-sum-exp as an exponent of 2, and what
+    such a weight is multiplied by to be one of the softmax. 0 for rows that see nothing."""
     base = tl.maximum(top, FLOOR) * numbers.unit
     most, rest = base, tl.zeros_like(base)
     if sinks is not None:
@@ -80,7 +80,7 @@ def combine(
     target = tl.full((ROWS,), -1, tl.int32)
     acc = tl.zeros((ROWS, VALUES), tl.float32)
     at = row.to(tl.int64)
-    for _ in range(0, parts):
+    for _ in range(parts):
         more = tl.load(partial.total + at)
         part_top = tl.load(partial.top + at)
         higher = tl.maximum(top, part_top)
@@ -106,6 +106,6 @@ def combine(
     i, h = row % sizes.n, row // sizes.n % sizes.heads
     b = row // sizes.n // sizes.heads
     store_rows(
-        out, lse, look, acc, top, total, logs, ahead, apart, target, sinks, kept, b, h, i, inside, sizes, numbers, E, VALUES,
-        BEHIND,
+        out, lse, look, acc, top, total, logs, ahead, apart, target, sinks, kept, b, h, i, inside, sizes, numbers,
+        E, VALUES, BEHIND,
     )  # fmt: skip

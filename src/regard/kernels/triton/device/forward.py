@@ -4,7 +4,8 @@
     logs     sum of weight * its exponent         ahead, apart   sums of weight * (j - i) and weight * |j - i|
 
 A block holds queries of one head, or with PACKED those of all heads that share a kv head, so that keys and values are
-read once for all of them. With a `partial` the keys are split among programs, and `finish.combine` joins what they give.
+read once for all of them. With a `partial` the keys are split among programs, and `finish.combine` joins what they
+give.
 """
 
 import triton

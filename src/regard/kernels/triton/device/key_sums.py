@@ -1,5 +1,5 @@
-"""Sums of weights over many pairs, computed once more from the log-sum-exp: what each key received from some queries, and
-sums over keys by factors. A number is summed by one program, in one order.
+"""Sums of weights over many pairs, computed once more from the log-sum-exp: what each key received from some queries,
+and sums over keys by factors. A number is summed by one program, in one order.
 """
 
 import triton
@@ -24,9 +24,7 @@ def received_from(
         known = i < end
         if MASKED:
             i = tl.minimum(i, sizes.n - 1)
-        query = tl.load(
-            queries_at + i.to(tl.int64)[:, None] * q.n + d[None, :], mask=(d < D)[None, :], other=0.0
-        )
+        query = tl.load(queries_at + i.to(tl.int64)[:, None] * q.n + d[None, :], mask=(d < D)[None, :], other=0.0)
         log = exponent_of(tl.load(lse + rows_at + i))
         product = tl.dot(query, key, input_precision=PRECISION)
         inside = there[None, :]
@@ -50,8 +48,8 @@ def received(
     ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, EDGES: tl.constexpr,
     CAPPED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What a block of keys receives from each band of queries: `to` (B, H, bands, M). Query i is in band i * bands // N.
-    `counted` (B, N): 0 for queries that are left out."""
+    """What a block of keys receives from each band of queries: `to` (B, H, bands, M). Query i is in band i * bands //
+    N. `counted` (B, N): 0 for queries that are left out."""
     blocks = tl.cdiv(sizes.m, KEYS)
     block, rest = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     band, unit = rest % bands, rest // bands
@@ -95,8 +93,8 @@ def received(
 
 @triton.jit
 def by_factors(
-    first, last, begin, end, sums, query, log, i, low, high, b, g, h, k, factors, factor, count, sizes, seen, bias, numbers,
-    D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
+    first, last, begin, end, sums, query, log, i, low, high, b, g, h, k, factors, factor, count, sizes, seen, bias,
+    numbers, D: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, CAPPED: tl.constexpr,
     SCALED: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Adds the weights of the keys [first, last), multiplied by the factors of each sum."""

@@ -1,9 +1,10 @@
 """From products to scores, and which weights dropout keeps.
 
-Scores are kept in units of their own, and exponents of 2 are `score * unit`: in plain attention the score is the product
-itself, and scale and log2(e) are one multiplication, fused with the subtraction of the maximum. `HIDDEN` is finite, so
-that no difference of two of them is NaN; `FLOOR` lies above it, so that an empty row's weights are 2 ** (HIDDEN - FLOOR) = 0.
-A bias may hold -inf, which hides, or the lowest number of its dtype, which does not: `LOWEST` stands for the latter.
+Scores are kept in units of their own, and exponents of 2 are `score * unit`: in plain attention the score is the
+product itself, and scale and log2(e) are one multiplication, fused with the subtraction of the maximum. `HIDDEN` is
+finite, so that no difference of two of them is NaN; `FLOOR` lies above it, so that an empty row's weights are 2 **
+(HIDDEN - FLOOR) = 0. A bias may hold -inf, which hides, or the lowest number of its dtype, which does not: `LOWEST`
+stands for the latter.
 """
 
 import triton
@@ -18,8 +19,8 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(x):
-    """Exact to some roundings of its own size: (1 - t) / (1 + t) with t = e^(-2|x|) loses digits near 0, where a polynomial
-    takes over."""
+    """Exact to some roundings of its own size: (1 - t) / (1 + t) with t = e^(-2|x|) loses digits near 0, where a
+    polynomial takes over."""
     size = tl.abs(x)
     t = tl.exp2(size * (-2.0 * 1.4426950408889634))
     far = (1.0 - t) / (1.0 + t)
@@ -30,7 +31,9 @@ def tanh(x):
 
 
 @triton.jit
-def scored(product, i, j, b, h, inside, numbers, bias, MASKED: tl.constexpr, CAPPED: tl.constexpr, SCALED: tl.constexpr):
+def scored(
+    product, i, j, b, h, inside, numbers, bias, MASKED: tl.constexpr, CAPPED: tl.constexpr, SCALED: tl.constexpr
+):
     """Scores of pairs (i, j) from q k^T; and tanh of the softcap, which the backward pass needs (else the scores)."""
     if CAPPED:
         curved = tanh(product * numbers.inner)
@@ -53,8 +56,8 @@ def scored(product, i, j, b, h, inside, numbers, bias, MASKED: tl.constexpr, CAP
 
 @triton.jit
 def stays(row, column, threshold):
-    """Whether dropout keeps a weight, by the numbers of its row and column: wrapping signed 32-bit, arithmetic shift. The
-    multipliers are those of `kernels/dropout.py`."""
+    """Whether dropout keeps a weight, by the numbers of its row and column: wrapping signed 32-bit, arithmetic shift.
+    The multipliers are those of `kernels/dropout.py`."""
     x = (row ^ column) * 0x2C1B3C6D
     x = (x ^ (x >> 15)) * 0x297A2D39
     return x >= threshold

@@ -1,4 +1,5 @@
-"""Single weights, computed once more from the log-sum-exp: of lists of keys, the largest of each row, those of a region."""
+"""Single weights, computed once more from the log-sum-exp: of lists of keys, the largest of each row, those of a
+region."""
 
 import triton
 import triton.language as tl
@@ -12,8 +13,8 @@ def lists(
     q, k, lse, keys, begin, end, to, sizes, seen, bias, numbers, count, list_stride,
     ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, CAPPED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Sums of weights over lists of keys: list x of query i is `keys[begin[i, x] : end[i, x]]`. Key by key, for all rows of
-    a block: products are of single rows. `to` (B, H, N, count)."""
+    """Sums of weights over lists of keys: list x of query i is `keys[begin[i, x] : end[i, x]]`. Key by key, for all
+    rows of a block: products are of single rows. `to` (B, H, N, count)."""
     blocks = tl.cdiv(sizes.n, ROWS)
     block, unit = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     b, h = unit // sizes.heads, unit % sizes.heads
@@ -29,11 +30,11 @@ def lists(
     low, high = key_range(i, b, sizes, seen)
     which = b.to(tl.int64) * list_stride + i.to(tl.int64) * count
     keys_at = k.at + b.to(tl.int64) * k.b + g.to(tl.int64) * k.h
-    for number in range(0, count):
+    for number in range(count):
         first, last = tl.load(begin + which + number), tl.load(end + which + number)
         length = tl.where(inside, last - first, 0)
         sums = tl.zeros((ROWS,), tl.float32)
-        for step in range(0, tl.max(length, 0)):
+        for step in range(tl.max(length, 0)):
             some = step < length
             j = tl.load(keys + first + step, mask=some, other=0)
             pairs = visible(i, j, low, high, b, h, seen, some)
@@ -52,9 +53,9 @@ def links(
     ROWS: tl.constexpr, KEYS: tl.constexpr, SLOTS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     CAPPED: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The `count` largest weights of each row and their keys, in any order: (B, H, N, count) each; -1 and 0 where there are
-    fewer. A row's slots hold the largest so far; as long as a block has a larger one for some row, it takes the place of the
-    row's least, of equals of the last key's."""
+    """The `count` largest weights of each row and their keys, in any order: (B, H, N, count) each; -1 and 0 where there
+    are fewer. A row's slots hold the largest so far; as long as a block has a larger one for some row, it takes the
+    place of the row's least, of equals of the last key's."""
     blocks = tl.cdiv(sizes.n, ROWS)
     block, unit = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     b, h = unit // sizes.heads, unit % sizes.heads
@@ -74,9 +75,7 @@ def links(
     for start in range(begin, end, KEYS):
         j = start + step
         there = j < end
-        key = tl.load(
-            keys_at + (d[:, None] + step[None, :] * k.n), mask=(d < D)[:, None] & there[None, :], other=0.0
-        )
+        key = tl.load(keys_at + (d[:, None] + step[None, :] * k.n), mask=(d < D)[:, None] & there[None, :], other=0.0)
         product = tl.dot(query, key, input_precision=PRECISION)
         score, _ = scored(product, i[:, None], j[None, :], b, h, there[None, :], numbers, bias, True, CAPPED, SCALED)
         pairs = visible(i[:, None], j[None, :], low[:, None], high[:, None], b, h, seen, there[None, :])
@@ -108,7 +107,8 @@ def region(
     ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, CAPPED: tl.constexpr,
     SCALED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The weights of `rows` queries from `row` on against `columns` keys from `column` on: `to` (B, H, rows, columns)."""
+    """The weights of `rows` queries from `row` on against `columns` keys from `column` on: `to` (B, H, rows,
+    columns)."""
     across, down = tl.cdiv(columns, KEYS), tl.cdiv(rows, ROWS)
     rest, unit = tl.program_id(0) % (across * down), tl.program_id(0) // (across * down)
     b, h = unit // sizes.heads, unit % sizes.heads

@@ -1,6 +1,6 @@
 """Which keys a query sees: a range [low, high) by causality, window, padding and documents; then documents and a dense
-mask, pair by pair. From the ranges of a block's queries follow the keys that none of them sees (never visited) and those
-that all of them see (never masked).
+mask, pair by pair. From the ranges of a block's queries follow the keys that none of them sees (never visited) and
+those that all of them see (never masked).
 
 `i` and `j` are numbers of queries and keys, of any shapes that broadcast.
 """

@@ -31,7 +31,7 @@ def repair() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    builder = interpreter.InterpreterBuilder
+    builder: Any = interpreter.InterpreterBuilder
     handle_of: Any = interpreter.TensorHandle
     cast, dot = builder.cast_impl, builder.create_dot
 

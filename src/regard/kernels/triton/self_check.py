@@ -120,9 +120,8 @@ def forget() -> None:
 
 def device_key(device: torch.device) -> str:
     """All that a verdict depends on."""
-    from regard import __version__
-
-    versions = f"torch {torch.__version__}, triton {availability.version()}, regard {__version__}"
+    own = sys.modules["regard"].__version__  # (a kernel imports nothing from above)
+    versions = f"torch {torch.__version__}, triton {availability.version()}, regard {own}"
     if device.type != "cuda":
         return f"interpreter on {device.type}, {versions}"
     return f"{_name(device)}, driver {_driver()}, {versions}"

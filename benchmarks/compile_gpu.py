@@ -215,8 +215,10 @@ def main() -> int:
                         blocks = "{}x{}, {}w, {}s".format(*row["blocks"])
                         print(f"{where} {blocks:<16}{numbers} {row['seconds']:>5} s  {reason or ''}", flush=True)
     if arguments.save != "none":
-        versions = {"triton": triton.__version__, "torch": torch.__version__}
-        Path(arguments.save).write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+        machine = {"compiler": f"Triton {triton.__version__}", "torch": torch.__version__}
+        for row in rows:
+            del row["seconds"]  # (of this machine, and not of the kernel)
+        Path(arguments.save).write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
     spilled = sum(bool(row["spills"]) for row in rows)
     print(f"{len(rows)} kernels compiled, {spilled} spill, {len(failures)} wrong")
     return 1 if failures else 0

@@ -207,7 +207,7 @@ def counted(ptx: str) -> dict[str, int]:
     with the fewest selections."""
     loops = [
         block
-        for block in re.split(r"^\$L__\w+:", ptx, flags=re.MULTILINE)
+        for block in re.split(r"^\$L__BB\w+:", ptx, flags=re.MULTILINE)
         if re.search(KINDS["exp"], block) and "mma" in block
     ]
     if not loops:
@@ -227,7 +227,7 @@ def estimate(target: str, width: int) -> list[list[str]]:
         text, blocks = ptx[name]
         found = counted(text)
         if not found:
-            return [[name, "no such loop was found in its PTX"]]
+            raise SystemExit(f"{name}: no loop with products and exponentials was found in its PTX")
         per_warp = blocks.warps * 32 / (blocks.rows * blocks.keys)  # instructions of a warp for 32 weights
         units = UNITS[target]
         own = {kind: count * per_warp * units[kind] for kind, count in found.items()}

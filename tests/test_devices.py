@@ -1,5 +1,5 @@
-"""Nothing but kernels assumes a CPU: caches, masks, positions, measures and watch on `--device`; shapes and errors on the
-meta device, too."""
+"""Nothing but kernels assumes a CPU: caches, masks, positions, measures and watch on `--device`; shapes and errors on
+the meta device, too."""
 
 from __future__ import annotations
 

@@ -46,6 +46,15 @@ _HEAVY: _Table = {
     "received": (Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
     "": (Blocks(32, 64, 4, 1), Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1)),
 }
+# What does not fit on one GPU. (With four warps a thread of AMD's has twice as many registers.)
+_ELSEWHERE: dict[tuple[str, str, int], Blocks] = {
+    ("cuda:100", "seeing", 0): Blocks(128, 32, 8, 2),
+    ("cuda:100", "d_queries", 1): Blocks(64, 32, 8, 2),
+    ("cuda:100", "d_keys", 1): Blocks(64, 64, 8, 1),
+    ("cuda:100", "decode", 1): Blocks(16, 32, 4, 2),
+    ("hip:gfx942", "d_keys", 0): Blocks(32, 64, 4, 1),
+    ("hip:gfx942", "d_queries", 1): Blocks(64, 64, 4, 1),
+}
 # float32 is for exactness: three products for one, or none of the tensor cores.
 _PLAIN_FLOAT32: _Table = {
     "forward": (Blocks(32, 32, 4, 1), Blocks(32, 16, 8, 1), Blocks(16, 32, 8, 1)),
@@ -66,11 +75,14 @@ def blocks_for(kernel: str, target: str, itemsize: int, width: int, plain: bool)
     """For a kernel on a target ("interpreter", "cuda:80", "hip:gfx942"), numbers of so many bytes and heads so wide."""
     if target == "interpreter":
         return INTERPRETED
+    column = 0 if width <= 64 else 1 if width <= 128 else 2
     if itemsize == 4:
         table = _PLAIN_FLOAT32 if plain else _HEAVY_FLOAT32
     else:
         table = _PLAIN if plain else _HEAVY
-    return table.get(kernel, table[""])[0 if width <= 64 else 1 if width <= 128 else 2]
+        if plain and (target, kernel, column) in _ELSEWHERE:
+            return _ELSEWHERE[target, kernel, column]
+    return table.get(kernel, table[""])[column]
 
 
 def parts_of(programs: int, keys: int, block: int, processors: int) -> int:

@@ -44,7 +44,8 @@ help:
 	@echo "make clean     remove build products and caches                 (the environment, .venv, stays)"
 
 look: $(VENV)/.installed-cli $(VENV)/.installed-weights
-	@$(RUN) -m regard look "$${SENTENCE:-The cat that I saw yesterday ran away}" --html look.html
+	@$(RUN) -m regard look "$${SENTENCE:-The cat that I saw yesterday ran away}" --html look.html \
+	  --treebank examples/sentences.conllu
 
 # The atlases in the package, from a treebank in CoNLL-U: minilm takes minutes; smollm2 took 21 on one thread of a busy machine.
 ATLASES := src/regard/heads/analysis/atlases

@@ -190,6 +190,20 @@ def pages(rows: Rows) -> str:
     return markdown(["tokens", "our page", "BertViz's", "our time, watching included", "its time"], lines)
 
 
+def pages_long(rows: Rows) -> str:
+    """The page of a long text beside the plain forward."""
+    lines: Lines = []
+    for row in rows:
+        times = [seconds(row[f"{name} cpu seconds"]) for name in ("forward", "watched", "page")]
+        ratios = [f"{row[f'ratio {kind}']:.2f}" for kind in ("cpu seconds", "seconds")]
+        memory = [f"{row[name] / 1e9:.1f} GB" for name in ("forward peak bytes", "peak bytes")]
+        lines.append([f"{row['tokens']:,}", size(row["bytes"]), *times, *ratios, *memory])
+    times = ["forward, CPU", "watched, CPU", "page made, CPU"]
+    return markdown(
+        ["tokens", "page", *times, "(watched + page) / forward", "by wall time", "peak, forward", "peak, all"], lines
+    )
+
+
 def seconds(time: float) -> str:
     return f"{time:.0f} s" if time >= 10 else f"{time:.1f} s" if time >= 1.2 else f"{time:.2f} s"
 
@@ -368,6 +382,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "models": ("models", models),
     "models-full": ("models", models_full),
     "pages": ("pages", pages),
+    "pages-long": ("pages_long", pages_long),
     "prune": ("prune", prune),
     "endless": ("endless", endless),
     "headline": ("headline", headline),

@@ -290,7 +290,9 @@ def test_look_tells_what_a_decoder_generates():
 
 def test_look_compares(tmp_path):
     where = str(tmp_path / "c.html")
-    run("look", "The cat ran", "--without", "0.2", "--against", "The dog ran off", "--html", where)
+    out = run("look", "The cat ran", "--without", "0.2", "--against", "The dog ran off", "--html", where)
+    assert "heads that change most, The dog ran off:" in out
+    assert "heads that change most, without 0.2:" in out
     page = (tmp_path / "c.html").read_text(encoding="utf-8")
     names = [run["name"] for run in json.loads(page.split('id="regard-meta">')[1].split("</script>")[0])["runs"]]
     assert names == ["The cat ran", "The dog ran off", "without 0.2"]
@@ -310,7 +312,6 @@ def test_look_writes_a_figure_and_opens_the_page(tmp_path, monkeypatch):
     "arguments, words",
     [
         (["look", "a cat", "--head", "2"], "head: expected a layer with it, received none; remedy: --layer 0 --head 2"),
-        (["look", "a cat", "--without", "0.2"], "expected a page to compare in, received none; remedy: --html FILE"),
         (["look", " "], "text: expected at least one word"),
         (["look", "a cat", "--without", "two", "--html", "x.html"], "head: expected layer.head such as 3.5"),
     ],
@@ -325,7 +326,13 @@ def test_serve_offers_what_is_installed(monkeypatch):
     asked = []
     monkeypatch.setattr("regard.serve.serve", lambda *given, **options: asked.append((given, options)))
     run("serve", "--port", "0")
-    assert asked == [((["minilm", "smollm2"],), {"host": "127.0.0.1", "port": 0, "open_browser": False})]
+    (((offered,), options),) = asked
+    limits = options.pop("limits")
+    assert offered == ["minilm", "smollm2"]
+    assert options == {"host": "127.0.0.1", "port": 0, "open_browser": False}
+    assert limits == regard.serve.Limits()
+    run("serve", "--tokens", "8192")
+    assert asked[1][1]["limits"].tokens == 8192
 
 
 def test_doctor_tells_what_is_there_and_what_is_not(monkeypatch):

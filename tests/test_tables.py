@@ -149,3 +149,15 @@ def test_the_machine_of_an_older_file(root: Path) -> None:
 def test_prune(root: Path) -> None:
     result(root, "prune", json.loads((ROOT / "benchmarks/results/prune.json").read_text(encoding="utf-8"))["rows"])
     assert table_of(root, "prune")[2].startswith("| time (parameters) / whole | 1/4 removed |")
+
+
+def test_pages_of_long_texts(root: Path) -> None:
+    row: dict[str, Any] = {"tokens": 4096, "bytes": 6.8e6, "forward peak bytes": 1.8e9, "peak bytes": 3.3e9}
+    for kind, times in {"seconds": (30.0, 40.0, 20.0, 2.0), "cpu seconds": (32.0, 36.0, 17.0, 1.66)}.items():
+        row |= {
+            f"{name} {kind}": time for name, time in zip(("forward", "watched", "page", "ratio"), times, strict=True)
+        }
+    result(root, "pages_long", [row])
+    assert table_of(root, "pages-long")[4:] == [
+        "| 4,096 | 6.8 MB | 32 s | 36 s | 17 s | 1.66 | 2.00 | 1.8 GB | 3.3 GB |"
+    ]

@@ -16,7 +16,7 @@ import regard
 from regard.draw.page import page
 from regard.heads import Record
 
-VIEWS = ("model", "head", "flow", "table", "compare")
+VIEWS = ("story", "model", "head", "words", "flow", "table", "compare")
 TEXT = "The cat that I saw yesterday ran away, unbelievably quickly"
 
 

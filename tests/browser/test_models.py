@@ -87,7 +87,7 @@ def test_encoder_and_decoder(look: Callable[..., Look], folder: Path, make: Call
     assert "cross attention" in tab.text("h2")
     tab.click("#tab-flow")
     assert "of every token y of the other text" in tab.text(".diagram")
-    assert "x (20)" in tab.text(".stage >> nth=0")
+    assert f"x ({len(TARGET)}, 20)" in tab.text(".stage >> nth=0")
     tab.click("#tab-model")
     assert tab.texts(".layer h3")[2].startswith("2 · cross")
 
@@ -114,8 +114,14 @@ def test_generated_text(look: Callable[..., Look], folder: Path) -> None:
     tab.over(0.5, n - 0.5, (0, n, 0, n))
     assert float(tab.readout["value"]) == 0
     tab.click("#tab-flow")
-    assert "(9 × 64); k = y W_k (3 × 64)" in tab.text(".arrow >> nth=0")
-    assert "3 heads share each" in tab.text(".arrow >> nth=0")
+    said = tab.text(".arrow >> nth=0")
+    assert f"→ (9, {n}, 64)" in said
+    assert f"→ (3, {n}, 64)" in said
+    assert "3 heads share each" in said
+    assert "after their rotation by position (rotary)" in said
+    query = tab.ask("+document.getElementById('flow-token').value")
+    hidden = tab.ask("[...document.querySelectorAll('#flow-keys tr[data-key]')].map(r => r.dataset.hidden)")
+    assert hidden == ["0"] * (query + 1) + ["1"] * (n - query - 1)
 
 
 def test_measures_alone(look: Callable[..., Look], minilm: Any, real: Written, folder: Path) -> None:
@@ -126,11 +132,11 @@ def test_measures_alone(look: Callable[..., Look], minilm: Any, real: Written, f
     every_view(tab)
     for view in VIEWS:
         tab.click(f"#tab-{view}")
-        if view != "table":
+        if view not in ("story", "table"):
             assert "kept" in tab.text(".note >> nth=0") or "kept" in tab.text("main"), view
             assert 'keep="qk' in tab.text("main"), view
     assert "entropy" in tab.text(".compare")
-    tab.click("#tab-head")
+    tab.do(lambda: tab.ask("regard.state.set({view: 'head', layer: 0, head: 0})"))
     assert "Measures" in tab.text(".details")
     assert "Mass by relative position" in tab.text(".details")
     tab.press("]", "ArrowRight")
@@ -147,7 +153,7 @@ def test_maps_without_vectors(look: Callable[..., Look], minilm: Any, real: Writ
         minilm(minilm.encode(TEXT))
     page = write(folder / "maps.html", seen, real.tokens)
     tab = look(page, "#view=flow&layer=1")
-    assert 'watch(model, keep="qkv")' in tab.text(".note >> nth=1")
+    assert 'watch(model, keep="qkv")' in tab.text(".note >> nth=0")
     assert tab.page.locator(".strip.weights").count() == 12
     every_view(tab)
     tab.do(lambda: tab.ask("regard.state.set({view: 'head', layer: 2, head: 2})"))
@@ -163,7 +169,7 @@ def test_measured_heatmaps(look: Callable[..., Look], folder: Path) -> None:
     seen.save(folder / "heatmaps.safetensors")
     saved = regard.heads.Record.load(folder / "heatmaps.safetensors")
     assert not saved[0].exact
-    tab = look(write(folder / "heatmaps.html", saved), "#view=head&head=1")
+    tab = look(write(folder / "heatmaps.html", saved), "#view=head&layer=0&head=1")
     assert tab.ask("regard.layer.map.shape") == [3, 7, 7]
     heat = seen[0].heatmap[0, 1] / torch.bincount(torch.arange(23) * 7 // 23)[:, None]
     for i, j in some_cells(range(7), range(7), 10):
@@ -179,7 +185,7 @@ def test_the_smallest(look: Callable[..., Look], folder: Path, layers: int, head
     )
     tab = look(page)
     every_view(tab)
-    tab.click("#tab-head")
+    tab.do(lambda: tab.ask("regard.state.set({view: 'head', layer: 0, head: 0})"))
     right_values(tab, page, 0, 0, tokens, tokens, 3)
     box = tab.page.locator("#map").bounding_box()
     assert box["width"] >= 40
@@ -201,7 +207,7 @@ def test_marks_alone(look: Callable[..., Look], folder: Path) -> None:
 @pytest.mark.parametrize("layers, heads", [(24, 16), (3, 40)])
 def test_many_heads(look: Callable[..., Look], folder: Path, layers: int, heads: int) -> None:
     page = write(folder / f"many{heads}.html", stack(layers, heads, 6, 2 * heads), list("abcdef"))
-    tab = look(page)
+    tab = look(page, "#view=model")
     assert tab.page.locator("a.head").count() == layers * heads
     rows = tab.ask(
         "new Set([...document.querySelectorAll('.layer:first-child a.head')].map(a => Math.round(a.getBoundingClientRect().top))).size"

@@ -18,8 +18,9 @@ SEEN = """() => {
 }"""
 
 SHARED = [
-    "#sort=entropy&down=1&role=first&by=peak&than=most&least=0.7",
+    "#view=model&aside=1&specials=0&sort=entropy&down=1&role=first&by=peak&than=most&least=0.7",
     "#view=head&layer=2&head=5&q=6&k=7&zoom=3,9.5,4,10.5&words=1&specials=0&scale=linear&threshold=0.11&top=3&theme=dark",
+    "#view=words&word=5&way=from&aside=1&specials=0",
     "#view=flow&layer=4&head=3&q=12",
     "#view=table&tsort=distance&tdown=1&filter=first",
     "#view=compare&layer=1&head=3&other=0.5.2&zoom=2,8,2,8&specials=0",
@@ -82,7 +83,7 @@ def test_back_and_forward(look: Callable[..., Look], real: Written) -> None:
         tab.do(tab.page.go_back)
         assert tab.page.locator(f"section.{name}").is_visible()
     tab.do(tab.page.go_forward)
-    assert tab.page.locator("section.head").is_visible()
+    assert tab.page.locator(f"section.{VIEWS[1]}").is_visible()
 
 
 def test_an_address_typed_by_hand(look: Callable[..., Look], real: Written) -> None:
@@ -113,8 +114,11 @@ NONSENSE = [
     "#view=compare&other=0.0.99",
     "#view=compare&other=constructor",
     "#view=compare&other=0.1.1.1",
-    "#sort=toString&by=valueOf&least=x",
-    "#role=nobody",
+    "#view=model&sort=toString&by=valueOf&least=x",
+    "#view=model&sort=change&by=change&versus=9",
+    "#view=model&role=nobody",
+    "#view=words&word=900&text=9&way=up",
+    "#view=words&word=-4&text=-1&aside=7",
     "#view=table&tsort=nothing&filter=%00%ff",
     "#%",
     "#&&&==",
@@ -145,7 +149,7 @@ def test_the_skip_link_keeps_the_view(look: Callable[..., Look], real: Written) 
 
 def test_a_long_zoom_is_written_once(look: Callable[..., Look], real: Written) -> None:
     """Browsers complain of, or refuse, hundreds of addresses within seconds."""
-    tab = look(real, "#view=head")
+    tab = look(real, "#view=head&layer=0&head=0")
     tab.ask("""() => {
         window.writes = 0;
         const replace = history.replaceState.bind(history);

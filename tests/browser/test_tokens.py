@@ -68,7 +68,7 @@ def test_in_every_view(look: Callable[..., Look], hostile: Written, width: int) 
 
 
 def test_tokens_are_text(look: Callable[..., Look], hostile: Written) -> None:
-    tab = look(hostile, "#view=head")
+    tab = look(hostile, "#view=head&layer=0&head=0")
     shown = tab.texts(".queries button")
     assert shown[3] == "<script>alert(2)</scrip…"[:23] + "…"
     assert shown[8:15] == ["&lt;b&gt;", "\"'`", "=1+1", "שלום עולם", "مرحبا", "注意機構", "👩‍👩‍👧‍👦🏳️‍🌈"]
@@ -90,7 +90,7 @@ def test_tokens_are_text(look: Callable[..., Look], hostile: Written) -> None:
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_pictures_of_them(look: Callable[..., Look], hostile: Written, tmp_path: Path, view: str) -> None:
-    tab = look(hostile, f"#view={view}")
+    tab = look(hostile, f"#view={view}&layer=0&head=0")
     for button, name in (("#save-svg", "a.svg"), ("#save-png", "a.png")):
         with tab.page.expect_download() as waiting:
             tab.page.click(button)

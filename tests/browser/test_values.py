@@ -67,8 +67,8 @@ def test_a_screen_with_more_pixels(look: Callable[..., Look], real: Written) -> 
 
 def test_eight_bits(look: Callable[..., Look], folder: Any) -> None:
     """Where two bytes for each weight are too many, it is one."""
-    page = write(folder / "eight.html", stack(1, 2, 149), [str(i) for i in range(149)], limit=400_000)
-    tab = look(page, "#view=head&head=1")
+    page = write(folder / "eight.html", stack(1, 2, 149), [str(i) for i in range(149)], limit=500_000)
+    tab = look(page, "#view=head&layer=0&head=1")
     assert (tab.ask("regard.layer.map.bits"), tab.ask("regard.layer.pooled")) == (8, False)
     # (within a cell of a few pixels, the middle is where the pointer is sure to be)
     agree(tab, page.weights(0, 1), some_cells(range(149), range(149), 20), (0, 149, 0, 149), bits=8)
@@ -98,7 +98,7 @@ def test_more_keys_than_queries(look: Callable[..., Look], folder: Any) -> None:
     with regard.watch(layer, keep="qkv") as seen, torch.no_grad():
         layer(torch.randn(1, 3, 15) * 4, *[torch.randn(1, 17, 15) * 4] * 2)
     wide = write(folder / "wide.html", seen, ([f"k{i}" for i in range(17)], ["a", "b", "c"]))
-    tab = look(wide, "#view=head&head=2")
+    tab = look(wide, "#view=head&layer=0&head=2")
     agree(tab, wide.weights(0, 2), some_cells(range(3), range(17), 20), (0, 3, 0, 17))
 
 
@@ -149,7 +149,7 @@ def test_links_of_a_pooled_map(look: Callable[..., Look], long: Written) -> None
 
 def test_links_of_some_queries(look: Callable[..., Look], folder: Path) -> None:
     """Of a text so long that not every query can have one: the strongest of each head."""
-    longer = write(folder / "longer.html", stack(2, 12, 701, 24), [f"{i} tok" for i in range(701)], limit=300_000)
+    longer = write(folder / "longer.html", stack(2, 12, 701, 24), [f"{i} tok" for i in range(701)], limit=400_000)
     tab = look(longer, "#view=head&layer=1&head=2")
     weights = longer.weights(1, 2)
     _, rows, k = tab.ask("regard.layer.links.keys.shape")
@@ -221,10 +221,11 @@ def test_flow(look: Callable[..., Look], real: Written) -> None:
     against = int((cosines < 0).sum())
     assert (f"{against} of 12 heads" if against else "No head points against") in said
     shapes = " ".join(tab.texts(".stage code"))
-    assert "x (384)" in shapes
-    assert tab.text(".arrow >> nth=0").startswith("↓ q = x W_q (12 × 32)")
+    assert "x (17, 384)" in shapes
+    assert tab.text(".arrow >> nth=0").startswith("↓ q = x W_q: (17, 384) → (12, 17, 32)")
     # the numbers under the pointer are those of the strip
     strip = tab.page.locator('.strip[aria-label^="q of head 7"]')
+    strip.scroll_into_view_if_needed()
     box = strip.bounding_box()
     tab.page.mouse.move(box["x"] + box["width"] * 4.5 / 32, box["y"] + 9)
     assert tab.text("#flow-readout").startswith("q of head 7[4] = ")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import regard.serve
-from regard.draw.page.pack import decoded
+from regard.draw.page.numbers import decoded
 from regard.models import Decoder, Encoder, ModelConfig
 from regard.serve.requests import Limits
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from serve.serving import BAD
 
-from regard.serve.requests import RequestError, parse_index, parse_range
+from regard.serve.requests import Limits, RequestError, parse_index, parse_range
 
 
 def test_at_most_so_many_tokens_in_a_crop():
@@ -22,3 +22,9 @@ def test_what_is_wrong_is_said_in_words(client, body, status, words):
     answer = client.ask("POST", "/api/look", body, content_type="application/json; charset=utf-8")
     assert (answer.status, bool(re.match(words, answer.json["error"]))) == (status, True), answer.json
     assert len(answer.json["error"]) < 250
+
+
+def test_limits_for_longer_texts():
+    longer = Limits.of_tokens(8192)
+    assert (longer.tokens, longer.characters, longer.memory) == (8192, 64_000, 4 * Limits().memory)
+    assert Limits.of_tokens(100) == Limits(tokens=100)

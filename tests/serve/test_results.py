@@ -9,9 +9,10 @@ import pytest
 import torch
 from serve.serving import LONG, WORDS, live, served, tiny, values
 
+import regard
 from regard import models
 from regard.draw.look import read
-from regard.draw.page.pack import step
+from regard.draw.page.numbers import step
 from regard.serve.requests import Limits, LookRequest
 from regard.serve.results import run_look, tensor_bytes
 
@@ -71,7 +72,7 @@ def test_a_server_may_read_less_than_its_models():
         said = client.until(client.look("the cat ran", generate=8))["message"]
         assert said == (
             "text: expected at most 10 tokens, as many as this server reads, received 3 and 8 to generate; "
-            "remedy: a shorter text"
+            "remedy: a shorter text, or `regard serve --tokens` with a larger number"
         )
         assert client.until(client.look("the cat", generate=8))["state"] == "done"
 
@@ -106,3 +107,37 @@ def test_a_real_model_is_served():
         assert words == (
             "text: expected at most 512 tokens, as many as minilm reads, received 802; remedy: a shorter text"
         )
+
+
+def test_what_changes_without_any_head_is_computed_on_request(client):
+    job = client.look("the cat ran over a hill")
+    assert client.until(job)["state"] == "done"
+    told = client.ask("GET", f"/api/jobs/{job}/page").json["meta"]["runs"][0]["effects"]
+    answer = client.ask("POST", f"/api/jobs/{job}/without", {"layer": 1, "head": 2})
+    assert answer.status == 202
+    assert client.until(answer.json["job"])["state"] == "done"
+    found = client.ask("GET", f"/api/jobs/{answer.json['job']}/page").json
+    assert set(found["heads"]) == {"1.2"}
+    assert (found["kind"], found["intact"]) == (told["kind"], told["intact"])
+    assert found["heads"]["1.2"]["change"] > 0
+    model = tiny()
+    with torch.no_grad(), regard.ablate(model, {"blocks.1.attention": [2]}):
+        without = model(model.encode("the cat ran over a hill"))[0, -1].softmax(-1)
+    assert found["heads"]["1.2"]["top"][0][1] == pytest.approx(without.max().item(), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "body, words",
+    [
+        ({"layer": 2, "head": 0}, "layer: expected a number from 0 to 1, received 2"),
+        ({"layer": 0, "head": 3}, "head: expected a number from 0 to 2, received 3"),
+        ({"layer": 0, "head": True}, "head: expected a number from 0 to 2, received True"),
+        ({"layer": 0}, "body: expected an object with layer and head"),
+    ],
+)
+def test_heads_that_are_not_there(client, body, words):
+    job = client.look("the cat ran")
+    assert client.until(job)["state"] == "done"
+    answer = client.ask("POST", f"/api/jobs/{job}/without", body)
+    assert answer.status == 422
+    assert words in answer.json["error"]

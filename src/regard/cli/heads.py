@@ -22,6 +22,8 @@ from regard.layer import MultiHeadAttention
 
 __all__ = ["ablate", "atlas", "heads", "look", "prune", "serve"]
 
+CHANGED = ("layer", "head", "change", "query", "key", "before", "after")  # what is printed of heads that change
+
 
 def look(
     text: Text,
@@ -36,23 +38,25 @@ def look(
         list[str] | None, typer.Option(help="Compare with the model without this head, as layer.head; may be repeated.")
     ] = None,
     against: Annotated[str | None, typer.Option(help="Compare with another text.")] = None,
+    treebank: Annotated[
+        Path | None,
+        typer.Option(help="A CoNLL-U file: if it has the text, relations of syntax are checked by its tree."),
+    ] = None,
     dtype: Dtype = None,
     check: Check = True,
 ) -> None:
     """What every head attends to: a picture in the terminal at once, the page and a figure on request."""
     if head is not None and layer is None:
         raise bad_value("head", expected="a layer with it", received="none", remedy="--layer 0 --head 2")
-    if (without or against) and html is None and not open_page:
-        raise bad_value(
-            "--without and --against", expected="a page to compare in", received="none", remedy="--html FILE, or --open"
-        )
     first, second = common.text_of(text), None if against is None else common.text_of(against)
     loaded = common.load_model(model, dtype, check)
     new_tokens = generate if isinstance(loaded, models.Decoder) else 0
 
     def read(text: str) -> lens.Record:
         with progress_bar("Looking") as progress:
-            return draw.read(loaded, None, text, generate=new_tokens, progress=progress)
+            seen = draw.read(loaded, None, text, generate=new_tokens, progress=progress)
+        seen.treebank = treebank
+        return seen
 
     seen = read(first)
     draw.terminal(seen, layer=layer, head=head)
@@ -64,11 +68,25 @@ def look(
     if without:
         with lens.ablate(loaded, {**heads_of(without)}):
             records[f"without {', '.join(without)}"] = read(first)
+    for name, other in list(records.items())[1:]:
+        _print_changes(seen, other, name)
     if png is not None:
         draw.figure(seen, path=png, layer=layer, head=head)
         common.aside.print(f"figure: {png}", markup=False)
     if html is not None or open_page:
         _write_page(records, html, f"{model}: {_short(first, 60)}", open_page)
+
+
+def _print_changes(seen: lens.Record, other: lens.Record, name: str, top: int = 8) -> None:
+    """The heads that change most from the first record to another; why not, if they cannot be compared."""
+    try:
+        change = seen.difference(other)
+    except ValueError as error:  # (two texts that share no word)
+        common.aside.print(f"heads are not ranked: {error}", markup=False)
+        return
+    common.out.print(f"\nheads that change most, {printable(name)}:", markup=False)
+    rows = lens.Table([{key: row[key] for key in CHANGED} for row in change.table()[:top]])
+    common.out.print(f"{rows}\n{change.caption()}", markup=False, soft_wrap=True)
 
 
 def _write_page(records: dict[str, lens.Record], html: Path | None, title: str, open_page: bool) -> None:
@@ -97,12 +115,16 @@ def serve(
         str, typer.Option(help="Who may connect: this machine only, unless you say otherwise.")
     ] = "127.0.0.1",
     open_page: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens of a text, at most; longer texts take more memory.")
+    ] = 2048,
 ) -> None:
     """The page, live on this machine: type a text, pick a model, see what its heads attend to."""
+    from regard.serve import Limits
     from regard.serve import serve as run
 
     offered = model or [name for name, embedded in models.EMBEDDED.items() if embedded.installed() is not None]
-    run(offered, host=host, port=port, open_browser=open_page)
+    run(offered, host=host, port=port, open_browser=open_page, limits=Limits.of_tokens(tokens))
 
 
 def heads(

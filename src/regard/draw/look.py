@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from regard.draw.effects import rerun_of
 from regard.draw.encoding import Encoded, decode, encode, encode_text, is_tokenizer, pad_id, stack_rows, tokens_known
 from regard.draw.figure import figure as draw_figure
 from regard.draw.page import page
-from regard.draw.progress import ForwardProgress
+from regard.draw.progress import ForwardProgress, part_of
 from regard.draw.terminal.views import terminal
 from regard.errors import bad_type, bad_value, printable
 from regard.heads import Record, watch
@@ -28,6 +29,7 @@ from regard.models.generation import Rules, tokens
 
 __all__ = ["look", "read"]
 
+READING = 0.6  # of the time for a text and its page is spent on the text, about
 # What tokenizers may return beside the ids: passed on only if the model takes it.
 OPTIONAL = {
     *("attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length"),
@@ -42,6 +44,7 @@ def look(
     *,
     target: str | Sequence[str] | None = None,
     generate: int = 0,
+    treebank: str | PathLike[str] | None = None,
     item: int = 0,
     html: str | PathLike[str] | None = None,
     figure: str | PathLike[str] | None = None,
@@ -64,6 +67,7 @@ def look(
         target: for an encoder-decoder, the text that the decoder reads (a list for a list of texts); without one it
             generates.
         generate: how many tokens a decoder generates; the text is in `.generated` (a list for a list of texts).
+        treebank: a CoNLL-U file. If it has the text, the sentences about heads know which words are subject and verb.
         item: which of several texts is drawn.
         html, figure: files to write: the page; a figure (PNG, SVG or PDF).
         show: print the picture in the terminal; by default, unless in a notebook, which shows what is returned.
@@ -78,9 +82,12 @@ def look(
     >>> seen.layers
     ['self_attn']
     """
-    seen = read(model, tokenizer, text, target=target, generate=generate, **options)
+    progress, reading = options.pop("progress", None), READING if html is not None else 1.0
+    part = part_of(progress, 0.0, reading)
+    seen = read(model, tokenizer, text, target=target, generate=generate, progress=part, **options)
+    seen.treebank = treebank
     if html is not None:
-        page(seen, path=html, item=item)
+        page(seen, path=html, item=item, progress=part_of(progress, reading, 1.0))
     if figure is not None:
         draw_figure(seen, path=figure, item=item)
     if show or (show is None and not _in_notebook()):
@@ -126,7 +133,8 @@ def read(
         passes = ForwardProgress(model, progress, generates)
         prepared = _prepare(model, tokenizer, text, encoded, target, generate, passes)
         with watch(model, measures=measures, layers=layers, keep="qkv") as seen, passes.forwards(1):
-            run(model, prepared.inputs)
+            output = run(model, prepared.inputs)
+        seen.rerun = rerun_of(model, prepared.inputs, output, seen, prepared.keep, _decoder(tokenizer))
     seen.tokens, seen.generated = prepared.tokens, prepared.generated
     passes.done()
     return seen
@@ -140,6 +148,7 @@ class Prepared:
     inputs: Any
     tokens: Any = None
     generated: str | list[str] | None = None
+    keep: Tensor | None = None  # (B, N) True for what is no padding
 
 
 def _prepare(
@@ -171,7 +180,7 @@ def _prepare(
     if encoder_decoder and words is not None:
         ids = encoded.inputs.get("decoder_input_ids")
         words = (words, None if ids is None else Encoded({"input_ids": ids}, encoded.several).tokens(tokenizer))
-    return Prepared(_arguments(model, encoded), words)
+    return Prepared(_arguments(model, encoded), words, keep=encoded.keep())
 
 
 def _prepare_generated(
@@ -182,7 +191,8 @@ def _prepare_generated(
     rows = [[*row["input_ids"][0].tolist(), *new[:-1]] for row, new in zip(encoded.rows(), generated, strict=True)]
     read = _batch(model, tokenizer, rows, encoded)
     read.inputs |= {name: x for name, x in encoded.inputs.items() if not encoded.per_token(name)}
-    return Prepared(_arguments(model, read), read.tokens(tokenizer), decode(tokenizer, generated, encoded.several))
+    words, text = read.tokens(tokenizer), decode(tokenizer, generated, encoded.several)
+    return Prepared(_arguments(model, read), words, text, read.keep())
 
 
 def _prepare_decoder(
@@ -210,7 +220,7 @@ def _prepare_decoder(
     both = {name: x for name, x in encoded.inputs.items() if name not in replaced}
     both |= {f"decoder_{name}": x for name, x in read.inputs.items()}
     words = (encoded.tokens(tokenizer), read.tokens(tokenizer))
-    return Prepared(_arguments(model, Encoded(both, encoded.several)), words, generated)
+    return Prepared(_arguments(model, Encoded(both, encoded.several)), words, generated, read.keep())
 
 
 def _batch(model: nn.Module, tokenizer: Any, rows: list[list[int]], encoded: Encoded) -> Encoded:
@@ -312,6 +322,11 @@ def _check_length(model: Any, tokenizer: Any, length: int) -> None:
     if length > limit:
         expected = f"at most {limit} tokens, what is generated included"
         raise bad_value("text", expected=expected, received=str(length), remedy="a shorter text")
+
+
+def _decoder(tokenizer: Any) -> Callable[[int], str]:
+    """The text of a token id; without a tokenizer its number."""
+    return str if tokenizer is None else lambda number: str(decode(tokenizer, [[number]], several=False))
 
 
 def _in_notebook() -> bool:

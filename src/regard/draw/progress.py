@@ -1,4 +1,4 @@
-"""How far a model's forward passes are."""
+"""How far a model's forward passes are, and what is made of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["ForwardProgress"]
+__all__ = ["ForwardProgress", "part_of"]
+
+
+def part_of(progress: Callable[[float], None] | None, first: float, last: float) -> Callable[[float], None] | None:
+    """A callback for a part of some work: its numbers from 0 to 1 become those from `first` to `last`.
+
+    >>> part_of(print, 0.5, 0.75)(0.5)
+    0.625
+    """
+    return None if progress is None else lambda share: progress(first + (last - first) * share)
 
 
 class ForwardProgress:

@@ -5,7 +5,7 @@ Letters: B batch, H query heads, N queries, M keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,9 @@ from regard.errors import bad_type, bad_value
 from regard.heads import LayerRecord, Record, Role
 from regard.heads.analysis.labels import Labels
 from regard.heads.analysis.roles import Shared, first_of_target, roles, tokens_of
+from regard.heads.record.crops import crop
 from regard.heads.record.table import scalars
-from regard.measures import Links
+from regard.measures import Heatmap, Links, TopLinks
 
 __all__ = ["Panel", "Scene", "sizes"]
 
@@ -38,6 +39,7 @@ class Panel:
     keys: Labels
     measures: dict[str, Tensor] = field(default_factory=dict)  # one number for each head: (H,)
     roles: list[Role] = field(default_factory=list)  # one for each head; empty for cross attention
+    aside: Tensor | None = None  # (H, M) True for keys of a head's resting place; None if it is not known
 
     @property
     def name(self) -> str:
@@ -78,15 +80,39 @@ class Panel:
     def _weights(self, head: int | None, rows: slice | None = None, cols: slice | None = None) -> Tensor:
         return self.layer.weights(head, _within(self.rows, rows), _within(self.cols, cols), batch=self.item)
 
+    def weights_of_all(self) -> Tensor:
+        """Exact weights of all heads, (H, N, M): for short texts."""
+        return self._weights(None).float().cpu()
+
+    def crop(self, head: int, rows: slice, cols: slice) -> Tensor:
+        """Exact weights of one head in a small rectangle, (n, m), without the rows that it is cut from."""
+        inside = _within(self.rows, rows), _within(self.cols, cols)
+        text = self.layer.text
+        weights = None if text is None or not self.layer.exact else crop(text, self.item, head, *inside)
+        return self.weights(head, rows, cols) if weights is None else weights[0].float().cpu()
+
+    def drawn(self, rows: int, cols: int, links: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """What `pooled` and `links` give, from one computation of the weights where that can be."""
+        if not (self.layer.exact and self.unpadded):
+            return self.pooled(rows, cols), self.links(links)
+        found = self.layer.measure([Heatmap(rows, cols), Links(links)], slots=True)
+        return self._means(found["heatmap"][self.item]), self._top(found["links"])
+
     def links(self, count: int) -> tuple[Tensor, Tensor]:
         """The keys (H, N, count) with the largest weights of each query, and those weights; 0 where there are fewer."""
         if self.unpadded:
-            links = self.layer.measure(Links(count))["links"]
-            return links.keys[self.item].clamp(min=0), links.weights[self.item]
+            return self._top(self.layer.measure(Links(count))["links"])
         strips = [slice(first, first + STRIP) for first in range(0, len(self.rows), STRIP)]
         largest = [self._weights(None, rows).topk(min(count, len(self.cols)), dim=2) for rows in strips]
         keys, weights = (torch.cat([top[i] for top in largest], 1) for i in (1, 0))
         return keys.where(weights > 0, 0), weights
+
+    def _top(self, links: TopLinks) -> tuple[Tensor, Tensor]:
+        return links.keys[self.item].clamp(min=0), links.weights[self.item]
+
+    def _means(self, sums: Tensor) -> Tensor:
+        """Cells (H, rows, cols) as means over the queries of their rows."""
+        return (sums / sizes(self.shape[0], sums.shape[1]).to(sums)[:, None]).float().cpu()
 
     def pooled(self, rows: int, cols: int) -> Tensor:
         """The maps of all heads at a size of at most (rows, cols): (H, rows, cols). A cell is the attention that a
@@ -94,20 +120,19 @@ class Panel:
         n, m = self.shape
         if self.layer.exact:
             fast = self.unpadded
-            sums = self.layer.pooled_weights(rows, cols)[self.item] if fast else self._pooled_strips(rows, cols)
-            counts = sizes(n, sums.shape[1])
-        elif self.layer.has("heatmap"):
+            return self._means(
+                self.layer.pooled_weights(rows, cols)[self.item] if fast else self._pooled_strips(rows, cols)
+            )
+        if self.layer.has("heatmap"):
             sums = self.layer.last()["heatmap"][self.item, :, :n, :m]
             counts = _pool(sizes(n, sums.shape[1]), rows, 0)
-            sums = _pool(_pool(sums, rows, 1), cols, 2)
-        else:
-            raise bad_value(
-                "record",
-                expected="one that kept q and k, or measured heatmaps",
-                received=repr(self.layer),
-                remedy='watch(model, keep="qk")',
-            )
-        return (sums / counts.to(sums)[:, None]).float().cpu()
+            return (_pool(_pool(sums, rows, 1), cols, 2) / counts.to(sums)[:, None]).float().cpu()
+        raise bad_value(
+            "record",
+            expected="one that kept q and k, or measured heatmaps",
+            received=repr(self.layer),
+            remedy='watch(model, keep="qk")',
+        )
 
     def _pooled_strips(self, rows: int, cols: int) -> Tensor:
         """Sums of weights over the cells of a text without its padding, strip by strip."""
@@ -153,9 +178,18 @@ class Scene:
             tokens are numbered.
         item: which text of the batch. Its padding, as far as the record knows it, is not drawn.
         special: tokens that are special, where their spelling does not show it.
+        progress: a function that is called with numbers from 0 to 1; it may raise, to stop.
     """
 
-    def __init__(self, record: Record, tokens: Any = None, *, item: int = 0, special: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        record: Record,
+        tokens: Any = None,
+        *,
+        item: int = 0,
+        special: Sequence[str] = (),
+        progress: Callable[[float], None] | None = None,
+    ) -> None:
         if not isinstance(record, Record):
             raise bad_type("record", expected="what `regard.watch` gives", received=type(record).__name__)
         if not len(record):
@@ -167,7 +201,8 @@ class Scene:
             )
         self.record = record
         self.panels: list[Panel] = []
-        given = record.tokens if tokens is None else tokens
+        self.tokens = given = record.tokens if tokens is None else tokens
+        self.item = item
         texts, role_tokens, target = _texts(given, item), tokens_of(record, given), first_of_target(record)
         shared = Shared()
         known: dict[Any, Labels] = {}  # layers of one text share their labels
@@ -185,7 +220,11 @@ class Scene:
                 kept = layer.text is not None and layer.text.keeps_calls()  # else the evidence was taken before
                 words = role_tokens[layer.name] if kept else None
                 panel.roles = list(roles(record.subset([layer.name]), words, shared=shared))
+                aside = shared.aside.get(layer.name)
+                panel.aside = None if aside is None else aside[item, :, cols.start : cols.stop].cpu()
             self.panels.append(panel)
+            if progress is not None:
+                progress(len(self.panels) / len(record))
 
     def __len__(self) -> int:
         return len(self.panels)

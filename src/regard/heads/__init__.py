@@ -5,6 +5,7 @@ The README beside this file says the way of the data."""
 from regard.heads.analysis import circuits, probes
 from regard.heads.analysis.atlas import Atlas
 from regard.heads.analysis.atlas_making import make_atlas as atlas
+from regard.heads.analysis.difference import Difference
 from regard.heads.analysis.roles import ROLES, Role, Roles
 from regard.heads.analysis.syntax import Syntax, coreference, syntax
 from regard.heads.analysis.text_loss import effect, effects, loss_of
@@ -26,6 +27,7 @@ __all__ = [
     "ROLES",
     "Atlas",
     "Attribution",
+    "Difference",
     "Importance",
     "Layer",
     "LayerRecord",

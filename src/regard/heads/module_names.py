@@ -5,7 +5,11 @@ To support a model whose parts have other names, add them here.
 
 from __future__ import annotations
 
+import inspect
+
 from torch import nn
+
+from regard.positions import Rotary
 
 # Submodules of an attention module
 SEPARATE_PROJECTIONS = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q_lin", "k_lin", "v_lin"))
@@ -22,6 +26,7 @@ VOCABULARY_SIZES = ("vocabulary", "vocab_size")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "bos", "eos", "pad")
 
 # Arguments of a forward
+ROTARY_INPUTS = ("position_embeddings", "rotary_pos_emb", "freqs_cis")  # cosines and sines that q and k are rotated by
 CROSS_ATTENTION_INPUTS = (  # what keys and values are made of, if it is not the module's own input
     "encoder_hidden_states",
     "key_value_states",
@@ -52,3 +57,18 @@ def separate_projections(module: nn.Module) -> tuple[str, str, str] | None:
 def is_conv1d(module: nn.Module) -> bool:
     """Whether it is the linear layer of GPT-2 in transformers, whose weight is (in, out)."""
     return all(isinstance(getattr(module, name, None), int) for name in ("nf", "nx"))
+
+
+def applies_rotary(module: nn.Module) -> bool:
+    """Whether an attention module rotates q and k by their positions, as far as its parts, its arguments and its
+    configuration tell."""
+    if isinstance(getattr(module, "position_encoding", None), Rotary):
+        return True
+    if any("rotary" in name or name.startswith("rope") for name in (*vars(module), *module._modules)):
+        return True
+    try:
+        arguments = inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):  # compiled or scripted: it does not tell
+        return False
+    rotated = any(name.startswith("rope") for name in dir(getattr(module, "config", None)))
+    return rotated and any(name in ROTARY_INPUTS for name in arguments)

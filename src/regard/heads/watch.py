@@ -19,6 +19,7 @@ from regard.errors import bad_type, bad_value
 from regard.heads.capture.cache_tracking import SequenceTracker, trimmed
 from regard.heads.capture.capture import AttentionCapture
 from regard.heads.capture.observed import ObservedCall
+from regard.heads.module_names import applies_rotary
 from regard.heads.record.record import LayerRecord, Record
 from regard.heads.record.sequences import Chunk, SequenceRecord, measured_later, sees_all
 from regard.heads.record.shared_planes import SharedPlanes
@@ -187,6 +188,7 @@ class watch(AttentionCapture):
         if self.keep == "qkv" and attention.output is not None:
             piece.output = attention.output.clone()
             piece.input = None if attention.input is None else attention.input.clone()
+            piece.rotary = applies_rotary(attention.module)
         if not self.keeps and not self._keeps_for_roles(text, attention):
             return
         if call is None:

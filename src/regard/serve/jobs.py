@@ -15,8 +15,8 @@ from typing import Literal
 
 from regard.errors import bad_value, printable
 from regard.serve.model_registry import ModelRegistry
-from regard.serve.requests import Limits, LookRequest, RequestError
-from regard.serve.results import LookResult, run_look
+from regard.serve.requests import Limits, LookRequest, RequestError, WithoutRequest
+from regard.serve.results import LookResult, run_look, run_without
 
 __all__ = ["Job", "JobQueue"]
 
@@ -45,7 +45,7 @@ class JobStopped(Exception):
 class Job:
     """A look that was asked for, and its progress. Its id cannot be guessed."""
 
-    request: LookRequest
+    request: LookRequest | WithoutRequest
     pinned: bool = False  # never forgotten, and computed even if nobody asks for it
     id: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     state: Literal["waiting", "running", "done", "failed", "stopped"] = "waiting"
@@ -79,7 +79,7 @@ class JobQueue:
         self.thread: threading.Thread | None = None
         self.closed = False
 
-    def add(self, request: LookRequest, pinned: bool = False) -> Job:
+    def add(self, request: LookRequest | WithoutRequest, pinned: bool = False) -> Job:
         """A new job, at the end of the queue."""
         with self.changed:
             self._forget_old()
@@ -163,7 +163,7 @@ class JobQueue:
             self._keep(job, self._look(job))
         except JobStopped as why:
             job.finish("stopped", str(why))
-        except (ValueError, TypeError, ImportError, OSError) as error:
+        except (ValueError, TypeError, ImportError, OSError, RequestError) as error:
             job.finish("failed", str(error))
         except BaseException as error:  # (a tokenizer's panic is no `Exception`; Ctrl-C goes to the main thread)
             log.exception("a look failed")
@@ -187,6 +187,12 @@ class JobQueue:
             report(start + (1 - start) * share, message)
 
         report(0.0, "")
+        if isinstance(request, WithoutRequest):
+            scene = self.result(request.job).scene
+            if scene is None:
+                expected, received = "a text whose record is kept", "one that was too long for it"
+                raise bad_value("without", expected=expected, received=received)
+            return run_without(scene, request.layer, request.head)
         model, tokenizer = self.registry.get(request.model, loading)
         return run_look(model, tokenizer, request, self.limits, looking)
 

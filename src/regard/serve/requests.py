@@ -11,7 +11,16 @@ from typing import Any
 
 from regard.errors import bad_type, bad_value
 
-__all__ = ["Limits", "LookRequest", "RequestError", "parse_index", "parse_look", "parse_range"]
+__all__ = [
+    "Limits",
+    "LookRequest",
+    "RequestError",
+    "WithoutRequest",
+    "parse_head",
+    "parse_index",
+    "parse_look",
+    "parse_range",
+]
 
 
 @dataclass(frozen=True)
@@ -44,6 +53,13 @@ class Limits:
     patience: float = 120.0
     reading: float = 5.0
 
+    @staticmethod
+    def of_tokens(tokens: int) -> Limits:
+        """Limits for texts of this many tokens: characters, and what is kept, grow with them."""
+        default = Limits()
+        longer = max(1, -(-tokens // default.tokens))
+        return Limits(characters=longer * default.characters, tokens=tokens, memory=longer * default.memory)
+
     @property
     def body(self) -> int:
         """Bytes of a request: JSON may write a character as twelve."""
@@ -67,6 +83,16 @@ class LookRequest:
     generate: int = 0
 
 
+@dataclass(frozen=True)
+class WithoutRequest:
+    """What changes in the result of a job without one head."""
+
+    job: str
+    model: str
+    layer: int
+    head: int
+
+
 def parse_look(body: bytes, kinds: Mapping[str, str], limits: Limits) -> LookRequest:
     """The body of a request as a `LookRequest`. `kinds`: the models that it may name, and the kind of each."""
     content = _parse_json(body)
@@ -79,6 +105,20 @@ def parse_look(body: bytes, kinds: Mapping[str, str], limits: Limits) -> LookReq
     if not isinstance(model, str) or model not in kinds:
         raise RequestError(422, bad_value("model", expected=f"one of {', '.join(kinds)}", received=short(model)))
     return LookRequest(text, model, _check_generate(content.get("generate", 0), model, kinds[model], limits))
+
+
+def parse_head(body: bytes, heads: list[int]) -> tuple[int, int]:
+    """The body of a request as the numbers of a layer and of one of its heads; `heads`: how many each layer has."""
+    content = _parse_json(body)
+    if not isinstance(content, dict) or set(content) != {"layer", "head"}:
+        raise RequestError(422, bad_type("body", expected="an object with layer and head", received=short(content)))
+    numbers = []
+    for name in ("layer", "head"):
+        size, value = len(heads) if name == "layer" else heads[numbers[0]], content[name]
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < size:
+            raise RequestError(422, bad_value(name, expected=f"a number from 0 to {size - 1}", received=short(value)))
+        numbers.append(value)
+    return numbers[0], numbers[1]
 
 
 def _parse_json(body: bytes) -> Any:
@@ -99,7 +139,8 @@ def _check_text(text: Any, limits: Limits) -> str:
         raise RequestError(422, bad_value("text", expected="at least one word", received=short(text)))
     if len(text) > limits.characters:
         expected = f"at most {limits.characters} characters"
-        raise RequestError(422, bad_value("text", expected=expected, received=len(text), remedy="a shorter text"))
+        remedy = "a shorter text, or `regard serve --tokens` with a larger number"
+        raise RequestError(422, bad_value("text", expected=expected, received=len(text), remedy=remedy))
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -10,14 +10,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from regard.draw.effects import effects
 from regard.draw.look import read
-from regard.draw.page.pack import Packed, codes, packed
+from regard.draw.page.numbers import codes
+from regard.draw.page.pack import Packed, packed
+from regard.draw.page.telling import effects_json
 from regard.draw.scene import Panel, Scene
 from regard.errors import bad_value
 from regard.models.base import tokenizing
 from regard.serve.requests import Limits, LookRequest
 
-__all__ = ["LookResult", "crop_weights", "page_content", "run_look"]
+__all__ = ["LookResult", "crop_weights", "page_content", "run_look", "run_without"]
 
 Progress = Callable[[float, str], None]  # a share from 0 to 1 and what is being done; may raise, to stop
 
@@ -38,12 +41,12 @@ def run_look(model: nn.Module, tokenizer: Any, request: LookRequest, limits: Lim
         model, tokenizer, request.text, generate=request.generate, progress=lambda share: progress(share / 2, "reading")
     )
     progress(0.5, "drawing")
-    scene = Scene(seen)
+    scene = Scene(seen, progress=lambda share: progress(0.5 + share / 4, "drawing"))
     content = packed(
         {"text": scene},
         title=_title(request.text, seen.generated),
         limit=limits.page,
-        progress=lambda share: progress(0.5 + share / 2, "drawing"),
+        progress=lambda share: progress(0.75 + share / 4, "drawing"),
     )
     content.meta |= {"model": request.model, "generated": seen.generated}
     page = _to_json(content)
@@ -53,9 +56,20 @@ def run_look(model: nn.Module, tokenizer: Any, request: LookRequest, limits: Lim
     return LookResult(page, scene, size) if size <= limits.memory else LookResult(page, None, len(page))
 
 
+def run_without(scene: Scene, layer: int, head: int) -> LookResult:
+    """What changes without one head of a result, as the page has it."""
+    record = scene.record
+    found = None if record.rerun is None else effects(record.rerun, record, [(layer, head)], scene[layer].item)
+    if found is None:
+        expected, received = "a model that is still loaded and gives logits or hidden states", "none"
+        raise bad_value("without", expected=expected, received=received, remedy="look again")
+    page = json.dumps(effects_json(found), separators=(",", ":"), allow_nan=False).encode()
+    return LookResult(page, None, len(page))
+
+
 def crop_weights(panel: Panel, head: int, rows: slice, cols: slice) -> dict[str, Any]:
     """The exact weights of a part of a head's map, in the page's format."""
-    code, scale = codes(panel.weights(head, rows, cols)[None], 16)
+    code, scale = codes(panel.crop(head, rows, cols)[None], 16)
     flat = code.flatten()
     low, high = (bytes(part.tolist()) for part in (flat & 255, flat >> 8))
     return {
@@ -90,7 +104,8 @@ def _check_length(model: Any, tokenizer: Any, request: LookRequest, limits: Limi
         why = f"as many as {request.model} reads" if context == most else "as many as this server reads"
         received = f"{tokens} and {request.generate} to generate" if request.generate else str(tokens)
         expected = f"at most {most} tokens, {why}"
-        raise bad_value("text", expected=expected, received=received, remedy="a shorter text")
+        longer = "" if context == most else ", or `regard serve --tokens` with a larger number"
+        raise bad_value("text", expected=expected, received=received, remedy=f"a shorter text{longer}")
 
 
 def _count_tokens(model: Any, tokenizer: Any, text: str) -> int:

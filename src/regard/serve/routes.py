@@ -5,6 +5,7 @@
     GET    /api/jobs/ID         {"state", "progress", "message"}; waiting, running, done, failed or stopped
     DELETE /api/jobs/ID         stops it; the same
     GET    /api/jobs/ID/page    {"meta", "blobs"}, as docs/page.md says; blobs in base64
+    POST   /api/jobs/ID/without {"layer", "head"}: {"job"}, whose page is what changes without the head, as "effects"
     GET    /api/jobs/ID/crop    ?layer=&head=&rows=a-b&cols=c-d: exact weights, as a crop of the page, with its "data"
 
 A refused request is answered with {"error": "text: expected ..., received ...; remedy: ..."}.
@@ -23,7 +24,16 @@ from regard.errors import bad_value, missing_extra
 from regard.serve.guard import HEADERS, Guard
 from regard.serve.jobs import Job, JobQueue
 from regard.serve.model_registry import ModelRegistry
-from regard.serve.requests import Limits, LookRequest, RequestError, parse_index, parse_look, parse_range
+from regard.serve.requests import (
+    Limits,
+    LookRequest,
+    RequestError,
+    WithoutRequest,
+    parse_head,
+    parse_index,
+    parse_look,
+    parse_range,
+)
 from regard.serve.results import crop_weights, page_content
 
 try:
@@ -58,6 +68,7 @@ def application(registry: ModelRegistry, limits: Limits, host: str, port: int) -
             Route("/api/jobs/{job}", routes.stop, methods=["DELETE"]),
             Route("/api/jobs/{job}/page", routes.page, methods=["GET"]),
             Route("/api/jobs/{job}/crop", routes.crop, methods=["GET"]),
+            Route("/api/jobs/{job}/without", routes.without, methods=["POST"]),
         ],
         middleware=[Middleware(Guard, host=host, port=port)],  # type: ignore[arg-type]
         exception_handlers={
@@ -134,6 +145,17 @@ class Routes:
     async def page(self, request: Request) -> Response:
         """The page's content that a job computed."""
         return ChunkedResponse(self.queue.result(request.path_params["job"]).page, media_type="application/json")
+
+    async def without(self, request: Request) -> Response:
+        """Add a job: run the model again without one head."""
+        _check_content_type(request)
+        job = self.queue.get(request.path_params["job"])
+        scene = self.queue.result(job.id).scene
+        if scene is None or not isinstance(job.request, LookRequest):
+            expected, received = "a look whose record is kept", "another, or one of a text that was too long for it"
+            raise RequestError(410, bad_value("without", expected=expected, received=received))
+        layer, head = parse_head(await _read_body(request, self.limits), [panel.heads for panel in scene])
+        return _json({"job": self.queue.add(WithoutRequest(job.id, job.request.model, layer, head)).id}, 202)
 
     async def crop(self, request: Request) -> Response:
         """Exact weights of a part of a map."""

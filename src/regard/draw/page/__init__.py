@@ -15,13 +15,14 @@ from string import Template
 from typing import Any
 
 from regard.draw.page.pack import Packed, packed
+from regard.draw.progress import part_of
 from regard.draw.scene import Scene
 from regard.errors import bad_type, bad_value
 from regard.heads import Record
 
 __all__ = ["document", "notebook", "page", "policy", "scenes"]
 
-STYLES = ("base", "views", "narrow")  # in this order: a later rule wins
+STYLES = ("base", "views", "story", "words", "flow", "compare", "narrow")  # in this order: a later rule wins
 # In this order: a file may use what stands in those before it.
 SCRIPTS = (
     "dom",
@@ -31,11 +32,23 @@ SCRIPTS = (
     "picture",
     "map",
     "links",
+    "glossary",
+    "effects",
+    "view_story",
     "view_model",
     "view_head",
+    "word_choice",
+    "word_strips",
+    "view_words",
+    "flow_parts",
+    "flow_scores",
+    "flow_steps",
+    "flow_sum",
     "view_flow",
     "view_table",
+    "compare",
     "view_compare",
+    "tour",
     "save",
     "live",
     "main",
@@ -43,6 +56,7 @@ SCRIPTS = (
 LIMIT = 15_000_000  # bytes
 NOTEBOOK_LIMIT = 4_000_000  # bytes: notebooks are saved with what they show
 HEIGHT = 780  # pixels, in notebooks
+ROLES = 0.5  # of the time for a page is spent on what heads do, about
 
 
 def page(
@@ -55,8 +69,8 @@ def page(
     limit: int = LIMIT,
     progress: Callable[[float], None] | None = None,
 ) -> str | Path:
-    """Draw a record as one HTML file that opens anywhere, without a network: all heads, one head, the flow of one
-    token, a table, comparisons.
+    """Draw a record as one HTML file that opens anywhere, without a network: all heads, one head, one word, the
+    flow of one token, a table, comparisons.
 
     Args:
         seen: the record that `watch` gave, best with keep="qkv": q and k give maps, v gives the flow. Several records
@@ -95,13 +109,13 @@ def _html(
     limit: int = LIMIT,
     progress: Callable[[float], None] | None = None,
 ) -> str:
-    if not isinstance(limit, int) or limit < 200_000:
-        raise bad_value("limit", expected="at least 200000 bytes", received=repr(limit))
-    drawn = scenes(seen, tokens, item)
+    if not isinstance(limit, int) or limit < 350_000:
+        raise bad_value("limit", expected="at least 350000 bytes", received=repr(limit))
+    drawn = scenes(seen, tokens, item, part_of(progress, 0.0, ROLES))
     if title is None:
         title = _title(next(iter(drawn.values())))
     room = limit - len(_style()) - len(_script())
-    return document(packed(drawn, title=title, limit=room, progress=progress))
+    return document(packed(drawn, title=title, limit=room, progress=part_of(progress, ROLES, 1.0)))
 
 
 def _title(scene: Scene) -> str:
@@ -114,10 +128,15 @@ def _title(scene: Scene) -> str:
     return " ".join(words[:12]) + (" …" if len(words) > 12 else "")
 
 
-def scenes(seen: Record | Mapping[str, Record], tokens: Any = None, item: int = 0) -> dict[str, Scene]:
+def scenes(
+    seen: Record | Mapping[str, Record],
+    tokens: Any = None,
+    item: int = 0,
+    progress: Callable[[float], None] | None = None,
+) -> dict[str, Scene]:
     """Records by name, with their tokens."""
     if isinstance(seen, Record):
-        return {"text": Scene(seen, tokens, item=item)}
+        return {"text": Scene(seen, tokens, item=item, progress=progress)}
     if not isinstance(seen, Mapping) or not seen or not all(isinstance(record, Record) for record in seen.values()):
         raise bad_type(
             "seen",
@@ -129,7 +148,12 @@ def scenes(seen: Record | Mapping[str, Record], tokens: Any = None, item: int = 
     if by_name and set(tokens) != set(seen):
         expected, received = (", ".join(map(str, names)) for names in (seen, tokens))
         raise bad_value("tokens", expected=f"those of {expected}", received=received)
-    return {str(name): Scene(record, tokens[name] if by_name else tokens, item=item) for name, record in seen.items()}
+    drawn = {}
+    for number, (name, record) in enumerate(seen.items()):
+        words = tokens[name] if by_name else tokens
+        share = part_of(progress, number / len(seen), (number + 1) / len(seen))
+        drawn[str(name)] = Scene(record, words, item=item, progress=share)
+    return drawn
 
 
 def document(content: Packed, *, live: Mapping[str, Any] | None = None) -> str:

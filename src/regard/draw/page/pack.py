@@ -8,7 +8,6 @@ Letters: H query heads, G kv heads, N queries, M keys, D head width of q and k, 
 
 from __future__ import annotations
 
-import ctypes
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -18,17 +17,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.draw.page.changes import changes
+from regard.draw.page.flow import flow, output_width, score_numbers, vector_numbers
+from regard.draw.page.numbers import Blob, round_to, rounded
+from regard.draw.page.scores import has_mask_or_bias
+from regard.draw.page.telling import telling
+from regard.draw.progress import part_of
 from regard.draw.scene import Panel, Scene
 from regard.heads import Role
 from regard.heads.analysis.labels import Labels
 from regard.heads.record.table import scalars
 
-__all__ = ["Packed", "Plan", "codes", "decoded", "packed", "plan", "step"]
+__all__ = ["Packed", "Plan", "packed", "plan"]
 
 VERSION = 1
+LEAST_COMPONENTS = 8  # of what each head adds to a token
 CROP, CROPS = 64, 3  # tokens to each side of an exact crop; how many of them a pooled head has, at most
 LETTERS = 400  # of a token, at most
-ROWS = 256  # queries whose contributions are computed at once
 
 
 class Plan(NamedTuple):
@@ -42,6 +47,10 @@ class Plan(NamedTuple):
     added: int  # tokens, counted from the last, for which it is stored what each head adds
     vectors: int  # tokens, counted from the last, whose vectors (q, k, v ...) are stored
     vector_bits: int
+    score_bits: int  # of q and k, which are then stored of all tokens; 0: as the other vectors
+    parts: int  # tokens, counted from the last, for which it is stored what each head adds to single components
+    components: int  # how many of them, those where the result is largest
+    extra: int  # bytes for the bias of a layer, and as many for a mask that is not a range of keys for each query
 
 
 def plan(scenes: list[Scene], limit: int) -> Plan:
@@ -49,16 +58,16 @@ def plan(scenes: list[Scene], limit: int) -> Plan:
     panels = [panel for scene in scenes for panel in scene if panel.drawable]
     room = max(limit - _description_bytes(scenes), limit // 10) * 3 // 4
     weights = sum(panel.heads * math.prod(panel.shape) for panel in panels)
-    per_token = sum(_vector_numbers(panel) for panel in panels)
     tokens = max((max(panel.shape) for panel in panels), default=1)
     bits = 16 if 2 * weights <= room // 4 else 8
     full = weights * bits // 8 <= room * 3 // 4
     maps = sum(panel.heads for panel in panels)
-    vector_bits = 16 if 2 * (per_token + 2 * maps) * tokens <= room // 8 else 8
-    vectors = min(tokens, room // 8 // max(per_token * vector_bits // 8, 1))
+    fine = full and bits == 16
+    vectors, vector_bits, score_bits = _vectors(panels, room // (4 if fine else 8), tokens)
     added = min(tokens, room // 12 // max(2 * maps * vector_bits // 8, 1))
+    more = _parts(panels, room, tokens) if fine else (0, 0, 0)
     if full or not panels:
-        return Plan(bits, None, 0, None, 0, added, vectors, vector_bits)
+        return Plan(bits, None, 0, None, 0, added, vectors, vector_bits, score_bits, *more)
     cells = max(16, min(512, 2 ** int(math.log2(max(math.sqrt(room * 0.45 / maps), 1)))))
     wide = 4 if tokens > 65535 else 2
     link_bytes = sum((wide + 1) * panel.heads * panel.shape[0] for panel in panels)
@@ -68,7 +77,34 @@ def plan(scenes: list[Scene], limit: int) -> Plan:
         link_bytes = sum((2 * wide + 1) * panel.heads * min(linked, panel.shape[0]) for panel in panels)
     left = room * 0.78 - maps * cells**2 - links * link_bytes  # (vectors and contributions have the rest)
     crops = max(0, min(CROPS, int(left / (maps * CROP**2))))
-    return Plan(8, cells, links, linked, crops, added, vectors, vector_bits)
+    return Plan(8, cells, links, linked, crops, added, vectors, vector_bits, score_bits, *more)
+
+
+def _vectors(panels: list[Panel], room: int, tokens: int) -> tuple[int, int, int]:
+    """`vectors`, `vector_bits` and `score_bits` of the plan. Scores need more than 8 bits: where there is no room for
+    16 bits of everything, q and k of all tokens come first."""
+    per_token = sum(vector_numbers(panel) for panel in panels)
+    of_scores = sum(score_numbers(panel) for panel in panels)
+    if 2 * (per_token + 2 * sum(panel.heads for panel in panels)) * tokens <= room:
+        return tokens, 16, 16
+    scores = 2 * of_scores * tokens
+    if scores <= room * 3 // 4:
+        return min(tokens, (room - scores) // max(per_token - of_scores, 1)), 8, 16
+    return min(tokens, room // max(per_token, 1)), 8, 0
+
+
+def _parts(panels: list[Panel], room: int, tokens: int) -> tuple[int, int, int]:
+    """`parts`, `components` and `extra` of the plan for panels whose every weight is written in 16 bits: up to a
+    sixteenth of the room for what heads add to components, as much for masks, and as much for biases."""
+    extra = room // 16 // max(sum(has_mask_or_bias(panel) for panel in panels), 1)
+    projected = [panel for panel in panels if panel.layer.keeps_values and output_width(panel)]
+    numbers = sum(panel.heads + 1 for panel in projected)  # of a component of a token: what heads add, and its index
+    if not numbers:
+        return 0, 0, extra
+    room //= 16
+    parts = min(tokens, room // (numbers * (2 * LEAST_COMPONENTS + 4)))  # (with 4 bytes for a scale)
+    widest = max(output_width(panel) for panel in projected)
+    return parts, min(widest, (room // numbers // max(parts, 1) - 4) // 2), extra
 
 
 def _description_bytes(scenes: list[Scene]) -> int:
@@ -94,11 +130,12 @@ def packed(
     """The content of a page for some scenes by name. `progress` is called with numbers from 0 to 1, and may raise."""
     how = plan(list(scenes.values()), limit)
     result = Packed({"version": VERSION, "title": title, "runs": []})
+    share = 0.5 if len(scenes) > 1 else 1.0  # of the time, to write the runs; then they are compared
     for number, (name, scene) in enumerate(scenes.items()):
         texts: list[Labels] = []
         layers = []
         for panel in scene:
-            blob = _Blob()
+            blob = Blob()
             meta = _layer(panel, how, blob)
             for which, labels in (("queries", panel.queries), ("keys", panel.keys)):
                 if not any(labels is text for text in texts):
@@ -109,8 +146,11 @@ def packed(
                 result.blobs[meta["blob"]] = zlib.compress(bytes(blob.data), 6)
             layers.append(meta)
             if progress is not None:
-                progress((number + len(layers) / len(scene)) / len(scenes))
-        result.meta["runs"].append({"name": name, "texts": [_text(labels) for labels in texts], "layers": layers})
+                progress(share * (number + len(layers) / len(scene)) / len(scenes))
+        run = {"name": name, "texts": [_text(labels) for labels in texts], "layers": layers}
+        result.meta["runs"].append(run | telling(scene))
+    if len(scenes) > 1:
+        result.meta["changes"] = changes(list(scenes.values()), part_of(progress, share, 1.0))
     return result
 
 
@@ -123,7 +163,7 @@ def _text(labels: Labels) -> dict[str, Any]:
     }
 
 
-def _layer(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
+def _layer(panel: Panel, how: Plan, blob: Blob) -> dict[str, Any]:
     n, m = panel.shape
     meta: dict[str, Any] = {
         "name": panel.name,
@@ -131,37 +171,43 @@ def _layer(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
         "heads": panel.heads,
         "n": n,
         "m": m,
-        "measures": {name: _rounded(value) for name, value in panel.measures.items()},
+        "measures": {name: rounded(value) for name, value in panel.measures.items()},
         "roles": [_role(role) for role in panel.roles],
     }
+    if panel.roles:
+        meta["rest"] = _rest(panel)
     if panel.layer.uniform is not None:
-        meta["baseline"] = {name: _rounded(value)[0] for name, value in scalars(panel.layer.uniform).items()}
+        meta["baseline"] = {name: rounded(value)[0] for name, value in scalars(panel.layer.uniform).items()}
     if panel.layer.has("offsets"):
         mass, before = panel.offsets()
-        meta["offsets"] = {"before": before, "mass": [_rounded(x) for x in mass]}
+        meta["offsets"] = {"before": before, "mass": [rounded(x) for x in mass]}
     if not panel.drawable:
         return meta
     full = how.cells is None and panel.layer.exact
-    cells = panel.pooled(*((max(n, 1), max(m, 1)) if full else (how.cells or 256,) * 2))
+    rows, cols = (max(n, 1), max(m, 1)) if full else (how.cells or 256, how.cells or 256)
+    pooled = panel.layer.exact and (rows < n or cols < m)
+    links: Any = None
+    if pooled and how.linked != 0:
+        cells, links = panel.drawn(rows, cols, how.links)
+    else:
+        cells = panel.pooled(rows, cols)
     meta["map"] = blob.weights(cells, how.bits)
-    exact = full or cells.shape[1:] == (n, m)
-    if not exact and panel.layer.exact:
+    if pooled:
         meta["crops"] = [
             _crop(panel, head, r, c, blob)
             for head in range(panel.heads)
             for r, c in _heaviest_crops(cells[head], n, m, how.crops)
         ]
-        if how.linked != 0:
-            meta["links"] = _links(panel, how, blob)
-    flow = _flow(panel, how, blob)
-    return meta | ({"flow": flow} if flow else {})
+        if links is not None:
+            meta["links"] = _links(links, panel, how, blob)
+    vectors = flow(panel, how, blob)
+    return meta | ({"flow": vectors} if vectors else {})
 
 
-def _links(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
+def _links(links: tuple[Tensor, Tensor], panel: Panel, how: Plan, blob: Blob) -> dict[str, Any]:
     """The keys and weights (H, N, links) of the strongest links of each query; or (H, linked, 1) of some queries, with
     their positions in rising order."""
-    n, m = panel.shape
-    keys, strongest = panel.links(how.links)
+    (n, m), (keys, strongest) = panel.shape, links
     meta = {}
     if how.linked is not None and how.linked < n:
         queries = strongest[..., 0].nan_to_num(0.0).topk(how.linked, dim=1).indices.sort(1).values  # (H, linked)
@@ -178,13 +224,29 @@ def _role(role: Role) -> dict[str, Any] | None:
         return None
     return {
         "role": role.role,
-        "score": _round(role.score),
-        "baseline": _round(role.baseline),
-        "least": _round(role.least),
+        "score": round_to(role.score),
+        "baseline": round_to(role.baseline),
+        "least": round_to(role.least),
         "also": role.also,
         "words": role.describe(),
         "origin": role.origin,
     }
+
+
+def _rest(panel: Panel) -> dict[str, Any]:
+    """Of each head the share of its mass on its resting place, where that is, and the share of its output from there;
+    and which keys these are: of all heads, and of single heads besides."""
+    meta: dict[str, Any] = {
+        "share": [round_to(1 - role.rest, 4) for role in panel.roles],
+        "place": [role.rests_on for role in panel.roles],
+        "output": [round_to(role.output, 4) for role in panel.roles],
+    }
+    if panel.aside is not None:
+        common = panel.aside.all(0)
+        meta["keys"] = common.nonzero().flatten().tolist()
+        more = (panel.aside & ~common).nonzero().tolist()
+        meta["more"] = {str(head): [key for at, key in more if at == head] for head in sorted({at for at, _ in more})}
+    return meta
 
 
 def _heaviest_crops(cells: Tensor, n: int, m: int, crops: int = CROPS) -> Iterator[tuple[int, int]]:
@@ -201,131 +263,7 @@ def _heaviest_crops(cells: Tensor, n: int, m: int, crops: int = CROPS) -> Iterat
         mass[max(r - tall + 1, 0) : r + tall, max(c - wide + 1, 0) : c + wide] = 0
 
 
-def _crop(panel: Panel, head: int, r: int, c: int, blob: _Blob) -> dict[str, Any]:
-    exact = panel.weights(head, slice(r, r + CROP), slice(c, c + CROP))
+def _crop(panel: Panel, head: int, r: int, c: int, blob: Blob) -> dict[str, Any]:
+    n, m = panel.shape
+    exact = panel.crop(head, slice(r, min(r + CROP, n)), slice(c, min(c + CROP, m)))
     return {"head": head, "row": r, "col": c, **blob.weights(exact[None], 8)}
-
-
-def _vector_numbers(panel: Panel) -> int:
-    """How many numbers one token has: q, k, v, heads' outputs, input and result."""
-    layer = panel.layer
-    if not layer.keeps_values:
-        return 0
-    h, d, e = layer.q.shape[1], layer.q.shape[3], layer.v.shape[3]
-    width = 0 if layer.projection is None else layer.projection[0].shape[0]
-    return h * d + h * e + layer.k.shape[1] * (d + e) + 2 * width
-
-
-def _flow(panel: Panel, how: Plan, blob: _Blob) -> dict[str, Any]:
-    """Vectors of the layer's computation: q, k, v, outputs, and what each head adds to the result."""
-    layer, (n, m) = panel.layer, panel.shape
-    if not layer.keeps_values:
-        return {}
-    rows, cols = (slice(tokens.start, tokens.stop) for tokens in (panel.rows, panel.cols))
-    q, output = (x[panel.item, :, rows].float() for x in (layer.q, layer.output))
-    k, v = (x[panel.item, :, cols].float() for x in (layer.k, layer.v))
-    meta: dict[str, Any] = {"head_dim": q.shape[2], "value_dim": v.shape[2], "kv_heads": k.shape[0]}
-    result = None
-    if layer.projection is not None:
-        norms, cosines, result = _contributions(panel)
-        meta["width"] = result.shape[1]
-        if how.added:
-            added = max(0, n - how.added)
-            meta |= {
-                "added": added,
-                "norms": blob.weights(norms[:, added:], how.vector_bits),
-                "cosines": blob.signed(cosines[:, added:], how.vector_bits),
-            }
-    if not how.vectors:
-        return meta
-    first = max(0, n - how.vectors)
-    meta["first"] = first
-    vectors: dict[str, Tensor] = {"q": q[:, first:], "output": output[:, first:]}
-    if how.vectors >= max(n, m):
-        vectors |= {"k": k, "v": v}
-    if layer.has_input:
-        vectors["input"] = layer.input[panel.item, rows][first:].float()
-    if result is not None:
-        vectors["result"] = result[first:]
-    return meta | {name: blob.signed(x, how.vector_bits) for name, x in vectors.items()}
-
-
-def _contributions(panel: Panel) -> tuple[Tensor, Tensor, Tensor]:
-    """What each head adds to the layer's output: its norm and its cosine with the sum of all heads, (H, N) each; and
-    the output, (N, W)."""
-    assert panel.layer.projection is not None
-    bias = panel.layer.projection[1]
-    norms, cosines, outputs = [], [], []
-    for first in range(0, len(panel.rows), ROWS):
-        rows = panel.rows[first : first + ROWS]
-        added = panel.layer.projected(slice(rows.start, rows.stop))[panel.item].float()  # (H, n, W)
-        total = added.sum(0)
-        norms.append(added.norm(dim=-1))
-        cosines.append(torch.nn.functional.cosine_similarity(added, total, dim=-1))
-        outputs.append(total if bias is None else total + bias.float())
-    return torch.cat(norms, 1), torch.cat(cosines, 1), torch.cat(outputs)
-
-
-def codes(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Non-negative values (H, ...) as integers of `bits` bits, and the scale (H,) of each head:
-    value = scale * (code / levels)^2, so that small weights keep their digits."""
-    levels = 2**bits - 1
-    tiny = torch.finfo(torch.float32).tiny
-    scale = values.flatten(1).amax(1).clamp(min=tiny) if values.numel() else values.new_ones(len(values))
-    share = values / scale.view(-1, *[1] * (values.dim() - 1))
-    return (share.clamp(0, 1).sqrt() * levels).round().to(torch.int32), scale
-
-
-def decoded(code: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """The values that codes stand for."""
-    return scale.view(-1, *[1] * (code.dim() - 1)) * (code / (2**bits - 1)) ** 2
-
-
-def step(code: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """The distance to the next code: the precision of a value."""
-    return scale.view(-1, *[1] * (code.dim() - 1)) * (2 * code + 1) / (2**bits - 1) ** 2
-
-
-class _Blob:
-    """Binary data under construction. Each method appends values, and returns where they begin and how to read them."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def integers(self, values: Tensor, bits: int) -> dict[str, Any]:
-        """Integers from 0: the low bytes of all first, then the next bytes, which compresses better."""
-        at = len(self.data)
-        flat = values.to(torch.int64).flatten().cpu()
-        for shift in range(0, bits, 8):
-            self.data += _bytes(((flat >> shift) & 255).to(torch.uint8))
-        return {"at": at, "shape": list(values.shape), "bits": bits}
-
-    def weights(self, values: Tensor, bits: int) -> dict[str, Any]:
-        """Non-negative values, with a scale for each head."""
-        code, scale = codes(values.cpu(), bits)
-        return {**self.integers(code, bits), "scale": [_round(x, 8) for x in scale.tolist()]}
-
-    def signed(self, values: Tensor, bits: int) -> dict[str, Any]:
-        """Values of both signs (..., width), each row with a scale: value = scale * code / half, code - half >= 0."""
-        half = 2 ** (bits - 1) - 1
-        values = values.cpu()
-        scale = values.abs().amax(-1).clamp(min=torch.finfo(torch.float32).tiny)
-        meta = self.integers((values / scale[..., None] * half).round() + half, bits)
-        at = len(self.data)
-        self.data += _bytes(scale.float())
-        return {**meta, "scales": at}
-
-
-def _bytes(x: Tensor) -> bytes:
-    """The memory of a tensor. (torch comes without numpy, which has a method for it.)"""
-    x = x.contiguous()
-    return ctypes.string_at(x.data_ptr(), x.numel() * x.element_size()) if x.numel() else b""
-
-
-def _round(x: float | None, digits: int = 6) -> float | None:
-    """Rounded to significant digits; None for infinity and NaN."""
-    return float(f"{x:.{digits}g}") if x is not None and math.isfinite(x) else None
-
-
-def _rounded(values: Tensor) -> list[float | None]:
-    return [_round(x) for x in values.tolist()]

@@ -7,7 +7,6 @@ N queries, M keys.
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Iterable
 from dataclasses import replace
 from math import ceil
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from regard.draw.scene import Panel, Scene
-from regard.draw.sentences import sentences
+from regard.draw.story import story
 from regard.draw.terminal.maps import GAP, LABEL, Block, HeadMap, beside, gallery, head_maps, map_lines, numbered
 from regard.draw.terminal.screen import EDGES, Screen, checked_width, colour_depth
 from regard.errors import bad_type, bad_value
@@ -262,7 +261,15 @@ def _wrapped_items(items: list[tuple[str, int]], screen: Screen) -> list[str]:
 
 
 def _wrapped(text: str, screen: Screen) -> list[str]:
-    return textwrap.wrap(text, screen.width)
+    """A text in lines, by the columns that its words take on this screen."""
+    lines, used = [""], 0
+    for word in text.split():
+        wide = min(screen.columns(word), screen.width)
+        if used and used + 1 + wide > screen.width:
+            lines, used = [*lines, ""], 0
+        lines[-1] += (" " if used else "") + screen.fit(word, wide)
+        used += wide + (1 if used else 0)
+    return lines
 
 
 # Every head, small
@@ -356,8 +363,11 @@ def _chosen(scene: Scene, by_role: dict[str, list[tuple[int, int]]], small: list
 
 def _in_words(scene: Scene, screen: Screen) -> list[str]:
     """The clearest head of each kind of role, in sentences."""
-    told = [line for one in sentences(scene) for line in _wrapped(one.text(scene), screen)]
-    return ["What the heads do:", *told] if told else []
+    told = story(scene)
+    lines = [line for card in told.cards for line in _wrapped(card.text(scene), screen)]
+    if not lines:
+        return []
+    return ["What the heads do:", *lines, *(line for absent in told.absent for line in _wrapped(absent, screen))]
 
 
 def _role_table(scene: Scene, by_role: dict[str, list[tuple[int, int]]], screen: Screen) -> list[str]:

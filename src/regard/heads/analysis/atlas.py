@@ -16,6 +16,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from regard.errors import bad_type, bad_value
 from regard.heads.analysis.roles import UNINFORMATIVE, Role
 from regard.heads.record.table import Shown, Table
@@ -64,6 +66,7 @@ class Atlas(Shown):
         entries: of each head of each layer; empty where there is evidence for nothing.
         rests: of each head the share of its mass on the resting place, its share of the output, and where it is.
         made: how it was made: the treebank, the number of sentences, versions, controls.
+        weights: some of the model's weights, by which it is known again (`sample_of`).
     """
 
     model: str
@@ -71,6 +74,7 @@ class Atlas(Shown):
     entries: list[list[list[Entry]]]
     rests: list[list[tuple[float, float | None, str]]]
     made: dict[str, Any] = field(default_factory=dict)
+    weights: list[list[float]] = field(default_factory=list)
 
     __repr__ = Shown.__repr__
 
@@ -125,6 +129,7 @@ class Atlas(Shown):
         role.known = list(entries)
         if not entries or entries[0].role in UNINFORMATIVE:
             return role
+        role.here = dataclasses.replace(role)
         first = entries[0]
         others = [name for name in (role.role, *role.also, *(e.role for e in entries[1:])) if name]
         role.also = [name for name in dict.fromkeys(others) if name != first.role]
@@ -143,7 +148,8 @@ class Atlas(Shown):
         ]
         about = {"version": VERSION, "model": self.model, "made": self.made, "layers": self.layers}
         lines = ",\n".join("[\n" + ",\n".join(json.dumps(head) for head in layer) + "\n]" for layer in heads)
-        text = json.dumps(about, indent=1)[:-2] + ',\n "heads": [\n' + lines + "\n]\n}\n"
+        weights = json.dumps([[_short(x) for x in layer] for layer in self.weights])
+        text = f'{json.dumps(about, indent=1)[:-2]},\n "weights": {weights},\n "heads": [\n{lines}\n]\n}}\n'
         Path(path).write_text(text, encoding="utf-8")
 
     @staticmethod
@@ -183,7 +189,8 @@ def _parsed(text: str, path: str) -> Atlas:
             raise bad_value("heads", expected=f"those of {len(names)} layers", received=len(layers))
         entries = [[[Entry(**entry) for entry in head["entries"]] for head in layer] for layer in layers]
         rests = [[(float(a), b, str(c)) for a, b, c in (head["rests"] for head in layer)] for layer in layers]
-        return Atlas(str(about["model"]), list(names), entries, rests, dict(about["made"]))
+        weights = [[float(x) for x in layer] for layer in about.get("weights", [])]
+        return Atlas(str(about["model"]), list(names), entries, rests, dict(about["made"]), weights)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: expected an atlas that `save` wrote; received another file ({error})") from error
 
@@ -220,11 +227,27 @@ def atlas(name: str) -> Atlas:
 
 
 def of_model(model: Any) -> Atlas | None:
-    """The atlas of the package for a model, if it is a packaged one and has all its heads."""
+    """The atlas of the package for a model, if it is a packaged one with all its heads and the weights it came with."""
     name = getattr(model, "name", None)
     found = _packaged(name) if isinstance(name, str) and name.isidentifier() else None
     if found is None:
         return None
     blocks = getattr(model, "blocks", ())
     heads = [getattr(getattr(block, "attention", None), "num_heads", 0) for block in blocks]
-    return found if heads == [len(layer) for layer in found.entries] else None
+    same = heads == [len(layer) for layer in found.entries] and _same_weights(sample_of(model), found.weights)
+    return found if same else None
+
+
+def sample_of(model: Any) -> list[list[float]]:
+    """Some weights of each layer's query projection, for models of this package; none for others."""
+    blocks = getattr(model, "blocks", ())
+    weights = [getattr(getattr(getattr(block, "attention", None), "q_proj", None), "weight", None) for block in blocks]
+    return [weight[0, :4].float().tolist() for weight in weights if isinstance(weight, Tensor) and weight.dim() == 2]
+
+
+def _same_weights(sample: list[list[float]], known: list[list[float]]) -> bool:
+    """Whether weights are the same, to the rounding of bfloat16 and of the file."""
+    if len(sample) != len(known):
+        return False
+    pairs = (pair for layers in zip(sample, known, strict=True) for pair in zip(*layers, strict=True))
+    return all(abs(a - b) <= 0.01 * abs(b) + 2e-4 for a, b in pairs)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from regard.errors import bad_value
 from regard.heads.analysis import probes, treebank
-from regard.heads.analysis.atlas import Atlas, Entry
+from regard.heads.analysis.atlas import Atlas, Entry, sample_of
 from regard.heads.analysis.evidence import Evidence, TokenFacts, evidence_of
 from regard.heads.analysis.intervals import interval
 from regard.heads.analysis.related_words import Related
@@ -98,7 +98,7 @@ def make_atlas(
         "torch": torch.__version__,
         **_controls(layers, halves, by_chance, grammar),
     }
-    return Atlas(name or getattr(model, "name", ""), layers, entries, rests, made)
+    return Atlas(name or getattr(model, "name", ""), layers, entries, rests, made, sample_of(model))
 
 
 def track_as(what: str, progress: bool) -> Callable[[list[list[int]]], Iterable[list[int]]]:

@@ -67,11 +67,13 @@ class Evidence:
         resting: (5, H): the number of queries, and their mass on the first token, on special tokens, on sinks
             elsewhere, and on what is left.
         output: (2, H): the norm-weighted output of all keys, and of those that are set aside.
+        aside: (B, H, M) True for the keys that were set aside, of one text; None of several, or of a file.
     """
 
     roles: dict[str, Tensor]
     resting: Tensor
     output: Tensor
+    aside: Tensor | None = None
 
     def __add__(self, other: Evidence) -> Evidence:
         names = dict.fromkeys([*self.roles, *other.roles])
@@ -99,7 +101,7 @@ def evidence_of(text: SequenceRecord, facts: TokenFacts, shared: dict[Any, Any] 
     special = torch.zeros_like(first) if facts.special is None else facts.special.to(first.device)
     counts = reader.tokens & ~special[:, special.shape[1] - reader.queries :]  # (1|B, N) queries
     special = special & ~first
-    plain = reader.measured([Received(), Tokens({"first": first, "special": special})], None)
+    plain = reader.watched(special) or reader.measured([Received(), Tokens({"first": first, "special": special})], None)
     received = plain.values["received"]
     sinks = reader.sinks(received, first | special)
     fixed = (first | special)[:, None]  # (1|B, 1, M)
@@ -120,10 +122,11 @@ def evidence_of(text: SequenceRecord, facts: TokenFacts, shared: dict[Any, Any] 
     roles |= {name: found.among(2 * i, 2 * i + 1, keys) for i, (name, (_, keys)) in enumerate(facts.related.items())}
     if names:
         of_classes = found if together else _Shares(reader, fixed, counts, classes)
-        pairs = zip(of_classes.values["tokens"].unbind(-1), of_classes.uniform["tokens"].unbind(-1), strict=True)
-        roles |= {name: of_classes.sums(*pair) for name, pair in zip(names, pairs, strict=True)}
+        sums = of_classes.sums_of_each(of_classes.values["tokens"], of_classes.uniform["tokens"])
+        roles |= dict(zip(names, sums, strict=True))
     resting = _resting(plain, found, counts)
-    return Evidence(roles, resting, reader.output(received, hidden))
+    aside = hidden.expand(reader.batch, reader.heads, -1)
+    return Evidence(roles, resting, reader.output(received, hidden), aside)
 
 
 def _copies(text: SequenceRecord) -> list[Measure]:
@@ -140,10 +143,8 @@ def _positions(found: _Shares) -> dict[str, Tensor]:
     """The sums of roles by relative position."""
     near, uniform = found.values["near"], found.uniform["near"]
     names = {-1: "previous", 0: "itself", 1: "next"}
-    roles = {
-        names.get(offset, f"offset {offset:+d}"): found.sums(near[..., BEFORE + offset], uniform[..., BEFORE + offset])
-        for offset in range(-BEFORE, AFTER + 1)
-    }
+    sums = zip(range(-BEFORE, AFTER + 1), found.sums_of_each(near, uniform), strict=True)
+    roles = {names.get(offset, f"offset {offset:+d}"): of_offset for offset, of_offset in sums}
     local = slice(BEFORE - NEAR, BEFORE + NEAR + 1)
     roles["local"] = found.sums(near[..., local].sum(-1), uniform[..., local].sum(-1))
     return roles
@@ -195,6 +196,15 @@ class _Shares:
         weight = self.weight if counted is None else self.weight * counted
         parts = weight * mass, weight * uniform, weight, (weight > LEFT).to(weight.dtype)
         return torch.stack([part.sum((0, 2)) for part in parts])
+
+    def sums_of_each(self, mass: Tensor, uniform: Tensor) -> list[Tensor]:
+        """`sums` of each of K numbers per query, (B, H, N, K)."""
+        heads = self.weight.transpose(0, 1).flatten(1)[:, None]  # (H, 1, B * N)
+        parts = [
+            (heads @ x.expand(*self.weight.shape, -1).transpose(0, 1).flatten(1, 2))[:, 0] for x in (mass, uniform)
+        ]  # (H, K) each
+        left, queries = heads[:, 0].sum(1), (heads[:, 0] > LEFT).to(heads.dtype).sum(1)
+        return [torch.stack([a, b, left, queries]) for a, b in zip(*(part.unbind(1) for part in parts), strict=True)]
 
     def copied(self) -> dict[str, Tensor]:
         """Induction and duplicate, without copies next to the query; the other tokens of a query's word."""
@@ -256,6 +266,22 @@ class _Reader:
         none = torch.zeros(1, self.queries, dtype=torch.bool, device=self.device)
         return ~(none if padding is None else padding)
 
+    def watched(self, special: Tensor) -> _Measured | None:
+        """What the watch has measured already: mass received, mass on the first token and on special tokens (1|B, M),
+        where there are none. None if something has to be computed."""
+        found = self.text.pieces[0].found
+        names = ("received", "on_first")
+        if self.call is None or found.lse is None or special.any() or any(name not in found.values for name in names):
+            return None
+        received, first = (found.values[name] for name in names)
+        self.lse = found.lse
+        values = {"received": received, "tokens": torch.stack([first, torch.zeros_like(first)], -1)}
+        return _Measured(values, {}, self._mass(self.call, found.lse, found.seen))
+
+    def _mass(self, call: Call, lse: Tensor, seen: Tensor) -> Tensor:
+        """What keys have of the whole mass, (B, H, N): 1, or what learned sinks leave."""
+        return seen.to(lse.dtype) if call.sinks is None else _mass_beside_sinks(call, lse)
+
     def measured(self, measures: list[Measure], hidden: Tensor | None) -> _Measured:
         """Measures of the heads' weights, renormalised over the keys that are not hidden: (1|B, 1|H, M)."""
         if self.call is None:
@@ -265,7 +291,7 @@ class _Reader:
         assert found.lse is not None
         if hidden is None:
             self.lse = found.lse
-            mass = found.seen.to(found.lse.dtype) if call.sinks is None else _mass_beside_sinks(call, found.lse)
+            mass = self._mass(call, found.lse, found.seen)
         else:
             assert self.lse is not None
             mass = (found.lse - self.lse).exp().nan_to_num(0.0) * found.seen
@@ -338,8 +364,15 @@ class _Reader:
 
     def sinks(self, received: Tensor, fixed: Tensor) -> Tensor:
         """Keys (B, H, M) other than the fixed ones (1|B, M) that take most of the queries' mass."""
-        queries = self.queries_of_keys()
+        queries = self.queries_of_keys() if self.call is None else self._shared_queries(self.call)
         return (received > SINK * queries) & (queries >= LEAST_QUERIES) & ~fixed[:, None]
+
+    def _shared_queries(self, call: Call) -> Tensor:
+        """`queries_of_keys`, once for layers with the same mask."""
+        key = ("queries", self.key, mask_key(call.mask), call.q_start, self.batch, self.queries, self.keys)
+        if key not in self.shared:
+            self.shared[key] = self.queries_of_keys()
+        return self.shared[key]
 
     def queries_of_keys(self) -> Tensor:
         """How many queries, padding left out, may see each key: (1|B, 1|H, M)."""

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch import Tensor
+
 from regard.errors import bad_value
 from regard.heads.analysis.evidence import AFTER, BEFORE, NEAR, Evidence, TokenFacts, evidence_of
 from regard.heads.analysis.intervals import interval
@@ -127,6 +129,7 @@ class Role:
             "sink" or None); `output`: the share of its output that comes from there, by norms, if values are known.
         origin: "text" if it was decided on the text that was seen, "atlas" if it is known of the model.
         known: what an atlas says of the head, best first.
+        here: where `role` comes from an atlas, what was decided on the text that was seen.
     """
 
     layer: str
@@ -145,6 +148,7 @@ class Role:
     output: float | None = None
     origin: str = "text"
     known: list[Entry] = field(default_factory=list)
+    here: Role | None = None
 
     @property
     def informative(self) -> bool:
@@ -286,6 +290,7 @@ def roles(
                 received=f"none kept in {layer.name}",
                 remedy='watch(model, keep="qk")',
             )
+        shared.aside[layer.name] = evidence.aside
         of_layer = decide(layer.name, evidence)
         result += of_layer if known is None else [known.applied(role) for role in of_layer]
     return result
@@ -310,9 +315,11 @@ def collect_evidence(record: Record) -> None:
 
 
 class Shared:
-    """What the layers of one record have in common: the facts about their tokens, and uniform attention."""
+    """What the layers of one record have in common: the facts about their tokens, and uniform attention; and the keys
+    (B, H, M) that were set aside in each layer."""
 
     def __init__(self) -> None:
+        self.aside: dict[str, Tensor | None] = {}
         self.facts: dict[Any, TokenFacts] = {}
         self.uniform: dict[Any, Any] = {}
 

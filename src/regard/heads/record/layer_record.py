@@ -139,7 +139,7 @@ class LayerRecord:
         gate or a norm is in between), or were not seen to."""
         if not measure.needs_out_weight or getattr(measure, "out_weight", None) is not None or self.text is None:
             return False
-        return any(piece.projection is not None and not piece.projection.plain for piece in self.text.pieces)
+        return self.gated
 
     def _sums_of_last(self) -> dict[str, tuple[Tensor, Tensor]]:
         if self._last_sums is None:
@@ -320,9 +320,10 @@ class LayerRecord:
             return none.new_zeros(len(range(self.batch_size)[items]), len(heads), 0, cols.stop - cols.start)
         return torch.cat(blocks, 2)
 
-    def measure(self, measures: MeasureLike | Iterable[MeasureLike]) -> dict[str, Any]:
+    def measure(self, measures: MeasureLike | Iterable[MeasureLike], *, slots: bool = False) -> dict[str, Any]:
         """More measures of the last sequence, computed now from the q and k that were kept: `{name: result}`, as
-        `measure` gives them. Measures that need token ids or values must be asked for when watching."""
+        `measure` gives them. Measures that need token ids or values must be asked for when watching. With `slots`
+        padding is measured like any token."""
         several = as_measures(measures)
         for measure in several:
             if measure.needs_ids or measure.needs_out_weight:
@@ -333,12 +334,11 @@ class LayerRecord:
                     remedy="watch(model, measures=[...])",
                 )
         self._check_kept()
-        return remeasured(self._sequence, several)
+        return remeasured(self._sequence, several, slots=slots)
 
     def pooled_weights(self, rows: int, cols: int) -> Tensor:
         """Sums of weights over at most (rows, cols) cells, (B, H, rows, cols), padding included. Needs keep="qk"."""
-        self._check_kept()
-        return remeasured(self._sequence, [Heatmap(rows, cols)], slots=True)["heatmap"]
+        return self.measure(Heatmap(rows, cols), slots=True)["heatmap"]
 
     @property
     def exact(self) -> bool:
@@ -425,6 +425,12 @@ class LayerRecord:
         return next((reason for reason in reasons if reason), "")
 
     @property
+    def gated(self) -> bool:
+        """Whether a gate or a norm is between the heads' outputs and the output projection."""
+        pieces = self._sequence.pieces
+        return any(piece.projection is not None and not piece.projection.plain for piece in pieces)
+
+    @property
     def entered(self) -> Tensor:
         """What entered the output projection in the last sequence, a slice for each head: (B, H, N, E). It is `output`,
         or what a gate or a norm made of it. Needs what `projected` needs."""
@@ -467,7 +473,7 @@ def _concatenated(what: str, kept: Sequence[Tensor | None]) -> Tensor:
             received="one that did not keep it",
             remedy='watch(model, keep="qkv")',
         )
-    return torch.cat(kept, -2)  # type: ignore[arg-type]
+    return kept[0] if len(kept) == 1 else torch.cat(kept, -2)  # type: ignore[arg-type, return-value]
 
 
 def _slice(what: str, which: slice | int | None, size: int) -> slice:

@@ -38,10 +38,12 @@ class Record:
         self.unseen: dict[str, str] = {}  # layers whose attention could not be read, with the reason
         self.tokens: Any = None  # a list; a list for each item of a batch ("" for padding); or a pair (source, target)
         self.model: Callable[[], Any] = _no_model  # a weak reference; `roles` asks for its tokenizer
+        self.treebank: Any = None  # a CoNLL-U file, or sentences of one: where it has the text, stories know its syntax
+        self.rerun: Any = None  # what `draw.effects` needs to run the model again, if `look` ran it
         self.generated: Any = None  # text that the model generated for `look`, or a list of texts for a batch
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"model": _no_model}  # (copies and files know no model)
+        return self.__dict__ | {"model": _no_model, "rerun": None}  # (copies and files know no model)
 
     def _repr_html_(self) -> str | None:
         return None if Record.shown_by is None or not self.by_name else Record.shown_by(self)
@@ -138,6 +140,12 @@ class Record:
         from regard.heads.analysis.roles import roles
 
         return roles(self, **options)
+
+    def difference(self, other: Record, **options: Any) -> Any:
+        """The heads ranked by how much they change in another record. See `heads.analysis.difference`."""
+        from regard.heads.analysis.difference import difference
+
+        return difference(self, other, **options)
 
     def save(self, path: Any) -> None:
         """Write it to a file. See `heads.record.record_io`."""

@@ -62,6 +62,7 @@ class Chunk:
     output: Tensor | None = None  # (B, H, N, E) if it was kept
     input: Tensor | None = None  # (B, N, W) if it was kept and known
     projection: Projection | None = None  # where it is known
+    rotary: bool = False  # whether q and k were rotated by their positions, as far as it is known
 
     @property
     def found(self) -> Measurements:

@@ -40,20 +40,21 @@ const RAMPS = {
     [0.96, -0.02, 0.1],
   ]),
 };
+// From negative (orange) to positive (blue), as the bars have it.
 const DIVERGING = {
   light: ramp([
-    [0.42, -0.02, -0.15],
-    [0.72, -0.05, -0.09],
-    [0.985, 0, 0],
-    [0.75, 0.07, 0.1],
     [0.48, 0.1, 0.1],
+    [0.75, 0.07, 0.1],
+    [0.985, 0, 0],
+    [0.72, -0.05, -0.09],
+    [0.42, -0.02, -0.15],
   ]),
   dark: ramp([
-    [0.78, -0.06, -0.11],
-    [0.5, -0.02, -0.13],
-    [0.22, 0, 0],
-    [0.55, 0.08, 0.1],
     [0.82, 0.05, 0.13],
+    [0.55, 0.08, 0.1],
+    [0.22, 0, 0],
+    [0.5, -0.02, -0.13],
+    [0.78, -0.06, -0.11],
   ]),
 };
 
@@ -103,15 +104,27 @@ function colourOf(share, scale = "root") {
   return css(RAMPS[theme()][Math.round(255 * SCALES[scale](clamp(share, 0, 1)))]);
 }
 
-// A canvas of values (rows, cols), a pixel each: from 0 to `top`, or from -top to top if `signed`.
-function painted(values, rows, cols, top, { signed = false, scale = "root" } = {}) {
-  const canvas = element("canvas", { width: Math.max(cols, 1), height: Math.max(rows, 1) });
+const packedRamps = new Map();
+
+// The colours of a ramp as the pixels of a canvas.
+function packedRamp(colours) {
+  if (!packedRamps.has(colours))
+    packedRamps.set(
+      colours,
+      Uint32Array.from(colours, ([r, g, b]) => (255 << 24) | (b << 16) | (g << 8) | r),
+    );
+  return packedRamps.get(colours);
+}
+
+// A canvas of values (rows, cols), a pixel each: from 0 to `top`, or from -top to top if `signed`. A canvas that is given
+// is used again: a new one takes longer than to paint it.
+function painted(values, rows, cols, top, { signed = false, scale = "root", canvas = element("canvas") } = {}) {
+  Object.assign(canvas, { width: Math.max(cols, 1), height: Math.max(rows, 1) });
   const context = canvas.getContext("2d");
   const image = context.createImageData(canvas.width, canvas.height);
-  const colours = (signed ? DIVERGING : RAMPS)[theme()];
+  const packed = packedRamp((signed ? DIVERGING : RAMPS)[theme()]);
   const curve = SCALES[scale];
   const pixels = new Uint32Array(image.data.buffer);
-  const packed = Uint32Array.from(colours, ([r, g, b]) => (255 << 24) | (b << 16) | (g << 8) | r);
   for (let i = 0; i < rows * cols; i++) {
     const share = top > 0 ? values[i] / top : 0;
     const step = signed

@@ -27,6 +27,15 @@ class Run {
     this.roles = [...new Set(this.layers.flatMap((layer) => layer.roles.map((role) => role && role.role)))]
       .filter(Boolean)
       .sort();
+    this.story = meta.story || null;
+    this.effects = meta.effects || null;
+    this.causal = Boolean(meta.causal);
+  }
+
+  // The layer and head to begin with: the first of the story.
+  get best() {
+    const card = this.story && this.story.cards[0];
+    return card ? [card.layer, card.head] : [0, 0];
   }
 
   // A measure of all heads that have it.
@@ -110,6 +119,17 @@ class Layer {
 
   role(head) {
     return this.roles[head] || null;
+  }
+
+  // The share of a head's mass on its resting place, from 0 to 1; undefined if it is not known.
+  rests(head) {
+    return (this.rest && this.rest.share[head]) ?? undefined;
+  }
+
+  // The keys of a head's resting place; null if they are not known.
+  aside(head) {
+    if (!this.rest || !this.rest.keys) return null;
+    return new Set([...this.rest.keys, ...(this.rest.more[head] || [])]);
   }
 
   // A measure of a head; undefined if it was not measured in this layer, or is NaN.
@@ -205,21 +225,33 @@ class Layer {
 
   // A row of a signed piece of `flow`, such as the query vector of a head and token.
   vector(name, ...where) {
-    const piece = this.flow && this.flow[name];
+    return this.signed(this.flow && this.flow[name], ...where);
+  }
+
+  // A row of a piece that is signed; null without the piece.
+  signed(piece, ...where) {
     if (!piece) return null;
-    const width = piece.shape[piece.shape.length - 1];
-    let row = 0;
-    piece.shape.slice(0, -1).forEach((size, axis) => (row = row * size + where[axis]));
-    if (!piece.codes) {
-      piece.codes = integers(this.bytes, piece);
-      const count = piece.codes.length / width;
-      piece.scale = new Float32Array(this.bytes.slice(piece.scales, piece.scales + 4 * count).buffer);
-    }
+    const [row, width] = [this.rowOf(piece, where), piece.shape[piece.shape.length - 1]];
     const half = 2 ** (piece.bits - 1) - 1;
     return Float32Array.from(
       piece.codes.subarray(row * width, (row + 1) * width),
       (code) => (piece.scale[row] * (code - half)) / half,
     );
+  }
+
+  // By how much a number of such a row is off, at most.
+  precision(piece, ...where) {
+    return piece ? piece.scale[this.rowOf(piece, where)] / (2 ** piece.bits - 2) : 0;
+  }
+
+  // Which row of a piece it is. A piece is unpacked on first use.
+  rowOf(piece, where) {
+    if (!piece.codes) {
+      piece.codes = integers(this.bytes, piece);
+      const count = piece.codes.length / piece.shape[piece.shape.length - 1];
+      piece.scale = new Float32Array(this.bytes.slice(piece.scales, piece.scales + 4 * count).buffer);
+    }
+    return piece.shape.slice(0, -1).reduce((row, size, axis) => row * size + where[axis], 0);
   }
 
   // What a head adds to a token: the norm of its slice after the projection, and its cosine with the sum of all heads.

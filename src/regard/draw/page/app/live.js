@@ -49,6 +49,7 @@ class Live {
     );
     this.bar = element("progress", { max: 1, value: 0, hidden: true, "aria-label": "progress" });
     this.status = element("span", { role: "status", id: "live-status" });
+    this.error = element("p", { role: "alert", class: "status", id: "live-error" });
     this.chosen();
     return element(
       "form",
@@ -64,6 +65,7 @@ class Live {
         this.bar,
         this.status,
       ),
+      this.error,
     );
   }
 
@@ -81,21 +83,23 @@ class Live {
     );
   }
 
-  async run(begun) {
+  // Follow a job to its end: the page of another text, or what `take` does with its result.
+  async run(begun, take = null) {
     if (this.go.disabled) return;
     this.busy(true);
-    this.status.textContent = "";
+    this.status.textContent = this.error.textContent = "";
     try {
       this.job = await begun();
-      await this.follow();
+      await this.follow(take);
     } catch (error) {
-      this.status.textContent = error.message;
+      this.status.textContent = "";
+      this.error.textContent = error.message;
     }
     this.job = null;
     this.busy(false);
   }
 
-  async follow() {
+  async follow(take) {
     for (let wait = 60; ; wait = Math.min(2 * wait, 800)) {
       const now = await this.call("GET", `api/jobs/${this.job}`, null, 5);
       this.bar.value = now.progress;
@@ -104,10 +108,29 @@ class Live {
       if (now.state === "done") break;
       await new Promise((done) => setTimeout(done, wait));
     }
-    const { meta, blobs } = await this.call("GET", `api/jobs/${this.job}/page`);
+    const result = await this.call("GET", `api/jobs/${this.job}/page`);
+    if (take) {
+      this.status.textContent = "";
+      return take(result);
+    }
+    const { meta, blobs } = result;
     this.record = this.job;
     this.status.textContent = meta.generated ? `generated: ${meta.generated}` : "";
     this.app.load(new Data(meta, (name) => blobs[name]));
+  }
+
+  // What changes without a head, computed now.
+  without(layer, head) {
+    const { record } = this;
+    const { run } = this.app;
+    return this.run(
+      async () => (await this.call("POST", `api/jobs/${record}/without`, { layer, head })).job,
+      (found) => {
+        run.effects = run.effects || { ...found, heads: {} };
+        Object.assign(run.effects.heads, found.heads);
+        this.app.show();
+      },
+    );
   }
 
   busy(on) {

@@ -1,8 +1,10 @@
 // The page: which view is shown, of which head; keys; themes.
 
 const VIEWS = [
+  ["story", "Story", StoryView],
   ["model", "Model", ModelView],
   ["head", "Head", HeadView],
+  ["words", "Words", WordsView],
   ["flow", "Flow", FlowView],
   ["table", "Table", TableView],
   ["compare", "Compare", CompareView],
@@ -18,6 +20,7 @@ class App {
     this.status = element("p", { class: "status", role: "alert" });
     this.announcer = element("p", { class: "unseen", role: "status", id: "announcer" }); // for screen readers
     this.main.after(this.announcer);
+    this.tour = new Tour(this);
     this.scrolled = new Map(); // the scroll position of each view
     document.getElementById("skip").addEventListener("click", (event) => {
       event.preventDefault(); // (or the address would hold the name of an element instead of the view)
@@ -37,10 +40,12 @@ class App {
     if (!first)
       this.state.set({
         run: 0,
-        layer: 0,
-        head: 0,
+        layer: -1,
+        head: -1,
         q: -1,
         k: -1,
+        text: 0,
+        word: -1,
         zoom: "",
         other: "",
         role: "",
@@ -55,12 +60,19 @@ class App {
     return this.data.runs[clamp(this.state.run, 0, this.data.runs.length - 1)];
   }
 
+  // The layer and head where none was chosen: by the view, or the clearest of the text.
+  get best() {
+    return (this.view.best && this.view.best()) || this.run.best;
+  }
+
   get layer() {
-    return this.run.layers[clamp(this.state.layer, 0, this.run.layers.length - 1)];
+    const wanted = this.state.layer < 0 ? this.best[0] : this.state.layer;
+    return this.run.layers[clamp(wanted, 0, this.run.layers.length - 1)];
   }
 
   get head() {
-    return clamp(this.state.head, 0, this.layer.heads - 1);
+    const best = this.state.layer < 0 ? this.best[1] : 0;
+    return clamp(this.state.head < 0 ? best : this.state.head, 0, this.layer.heads - 1);
   }
 
   get view() {
@@ -76,6 +88,7 @@ class App {
     if (!same) this.show();
     else for (const [name, tab] of Object.entries(this.tabs)) tab.href = this.state.address({ view: name });
     this.announce(changed);
+    this.tour.update();
   }
 
   show() {
@@ -168,6 +181,7 @@ class App {
         button("theme", dark ? "Light colours" : "Dark colours", dark ? "☀" : "☾", () =>
           state.set({ theme: dark ? "light" : "dark" }),
         ),
+        button("tour", "Guided tour (t)", "Tour", () => this.tour.toggle(), { disabled: !data }),
         button("help", "Keys (?)", "?", () => this.help()),
       ),
     );
@@ -222,6 +236,7 @@ class App {
       "{": () => this.go(this.layer.index - 1, this.head),
       "}": () => this.go(this.layer.index + 1, this.head),
       "?": () => this.help(),
+      t: () => this.data && this.tour.toggle(),
       d: () => document.getElementById("theme").click(),
     };
     VIEWS.forEach(([name], i) => (keys[String(i + 1)] = () => this.state.set({ view: name }, true)));
@@ -235,13 +250,14 @@ class App {
     let dialog = document.getElementById("keys");
     if (!dialog) {
       const lines = [
-        ["1 … 5", "views"],
+        [`1 … ${VIEWS.length}`, "views"],
         ["← → or [ ]", "previous and next head"],
         ["{ }", "layer before and after"],
         ["arrows, in a map", "from cell to cell"],
         ["+ − 0, in a map", "zoom in, out, all"],
         ["Esc, in a map", "let go of a token"],
         ["wheel, pinch, drag", "zoom and pan"],
+        ["t", "guided tour: begin, leave, resume"],
         ["d", "dark or light"],
         ["?", "this list"],
       ];

@@ -71,7 +71,8 @@ class MapView {
     const own = picture.layer.crops.filter((crop) => crop.head === picture.head && crop.codes && !picture.parts);
     const values = own.map((crop) => decodeAll(crop.codes, crop.scale[0], crop.bits));
     const { links } = picture.layer;
-    this.top = Math.max(...values.map(largest), links ? links.weights.scale[picture.head] : 0); // of single weights
+    const kept = [...values.map(largest), links ? links.weights.scale[picture.head] : 0];
+    this.top = colourTop(kept, picture.layer.m); // of single weights
     this.crops = own.map((crop, i) => ({
       crop,
       image: painted(values[i], crop.shape[1], crop.shape[2], this.top, { scale }),
@@ -420,12 +421,27 @@ function fitted(text, room) {
   return `${letters.slice(0, fits).join("")}…`;
 }
 
-// The colour scale.
-function legend(top, scale, signed = false) {
+// The colour scale, with a note on its end.
+function legend(top, scale, signed = false, note = "") {
   const count = 48;
   const values = Float32Array.from(range(count), (i) => (signed ? (2 * i) / (count - 1) - 1 : i / (count - 1)) * top);
   const bar = painted(values, 1, count, top, { signed, scale });
   bar.className = "bar";
   bar.setAttribute("aria-hidden", "true");
-  return element("span", { class: "legend" }, signed ? `−${number(top, 3)}` : "0", bar, number(top, 3));
+  return element(
+    "span",
+    { class: "legend" },
+    signed ? `−${number(top, 3)}` : "0",
+    bar,
+    number(top, 3),
+    note ? element("small", {}, note) : null,
+  );
+}
+
+// Why the colours of a picture end above its largest value; "" where they do not.
+function scaleNote({ values, top }) {
+  const most = largest(values);
+  if (most >= top) return "";
+  const end = top < 1 ? `${EVEN} × the uniform weight` : "1, as in every short text";
+  return `colours end at ${end}; the largest here is ${number(most, 3)}`;
 }

@@ -7,27 +7,22 @@ class Picture {
     Object.assign(this, { layer, head, rows, cols, values, top, signed });
   }
 
-  // One head's map; words instead of pieces and without special tokens, if it is not pooled.
-  static of(layer, head, { words = false, specials = true } = {}) {
-    const values = layer.matrix(head);
+  // One head's map; if it is not pooled, with words instead of pieces, without special tokens, or with its resting place
+  // set aside.
+  static of(layer, head, { words = false, specials = true, aside = false } = {}) {
+    const weights = layer.matrix(head);
     const [, rows, cols] = layer.map.shape;
-    if (layer.pooled)
-      return new Picture(
-        layer,
-        head,
-        spans(layer.n, rows, layer.queries),
-        spans(layer.m, cols, layer.keys),
-        values,
-        largest(values),
-      );
-    const groups = (text) => {
-      const found = text.groups(words, specials);
-      return found.length ? found : text.groups(words, true); // (all tokens are special)
-    };
-    const [r, c] = [groups(layer.queries), groups(layer.keys)];
+    const [r, c] = layer.pooled
+      ? [spans(layer.n, rows, layer.queries), spans(layer.m, cols, layer.keys)]
+      : [unitsOf(layer.queries, words, specials), unitsOf(layer.keys, words, specials)];
+    const keys = aside && !layer.pooled ? layer.aside(head) : null;
+    const growth = keys && keys.size ? growths(weights, cols, keys) : null;
+    const values = growth ? withoutKeys(weights, cols, keys, growth) : weights;
     const unchanged = r.length === rows && c.length === cols;
     const shown = unchanged ? values : gathered(values, cols, r, c);
-    return new Picture(layer, head, r, c, shown, largest(shown));
+    const picture = new Picture(layer, head, r, c, shown, colourTop(shown, c.length));
+    if (growth) picture.aside = { keys, growth, slack: [] };
+    return picture;
   }
 
   // a - b, where both have the same units.
@@ -49,8 +44,21 @@ class Picture {
     if (this.layer.pooled) return this.layer.cell(this.head, i, j).step;
     let total = 0;
     const [[r0, r1], [c0, c1]] = [this.rows[i], this.cols[j]];
-    for (let r = r0; r < r1; r++) for (let c = c0; c < c1; c++) total += this.layer.cell(this.head, r, c).step;
+    for (let r = r0; r < r1; r++) for (let c = c0; c < c1; c++) total += this.stepOf(r, c);
     return total / (r1 - r0);
+  }
+
+  // The precision of a single weight. What is left of a row after some keys were set aside is not known exactly either.
+  stepOf(r, c) {
+    const { value, step } = this.layer.cell(this.head, r, c);
+    if (!this.aside) return step;
+    const { keys, growth, slack } = this.aside;
+    if (keys.has(c)) return 0;
+    if (slack[r] === undefined)
+      slack[r] = range(this.layer.m)
+        .filter((j) => !keys.has(j))
+        .reduce((total, j) => total + this.layer.cell(this.head, r, j).step, 0);
+    return growth[r] * (step + value * growth[r] * slack[r]);
   }
 
   // The tokens at a position (in units): single ones if their weight was kept, else those of the cell.
@@ -80,9 +88,46 @@ class Picture {
   }
 }
 
+// By how much the weights of each row grow when some keys are set aside: 1 over what is left; 0 if nothing is.
+function growths(values, width, keys) {
+  const kept = keptKeys(width, keys);
+  return Float64Array.from({ length: values.length / width }, (_, i) => {
+    let left = 0;
+    for (let j = 0; j < width; j++) if (kept[j]) left += values[i * width + j];
+    return left > 0 ? 1 / left : 0;
+  });
+}
+
+// Weights (rows, width) without some keys, renormalised.
+function withoutKeys(values, width, keys, growth) {
+  const kept = keptKeys(width, keys);
+  const result = new Float32Array(values.length);
+  for (let i = 0; i < growth.length; i++)
+    for (let j = 0; j < width; j++) if (kept[j]) result[i * width + j] = values[i * width + j] * growth[i];
+  return result;
+}
+
+const keptKeys = (width, keys) => Uint8Array.from({ length: width }, (_, j) => !keys.has(j));
+
+// Tokens or words as [first, last, label]; special tokens stay where there is nothing else.
+function unitsOf(text, words, specials) {
+  const units = text.groups(words, specials);
+  return units.length ? units : text.groups(words, true);
+}
+
+// The weight of the strongest colour: the largest, but at least EVEN times the uniform weight, so that a head that looks
+// at everything alike stays pale.
+const EVEN = 8;
+const colourTop = (values, keys) => Math.max(largest(values), Math.min(1, EVEN / Math.max(keys, 1)));
+
 const tokenAt = (place, cells, count) => clamp(Math.floor((place * count) / cells), 0, count - 1);
 
-const largest = (values) => values.reduce((a, b) => (b > a ? b : a), 0);
+// The largest of many numbers; 0 if none is larger.
+function largest(values) {
+  let most = 0;
+  for (let i = 0; i < values.length; i++) if (values[i] > most) most = values[i];
+  return most;
+}
 
 // The tokens of each cell of a pooled map: token t falls into cell floor(t * cells / count).
 function spans(count, cells, text) {

@@ -1,6 +1,6 @@
 // The current view as a picture: redrawn as SVG, and from that as PNG.
 
-const WITHOUT = ".zoom, .step"; // buttons that are left out
+const WITHOUT = ".zoom, .step, .pointed"; // what is left out: buttons, and what stays in sight while scrolling
 const MARGIN = 16; // pixels
 
 function download(name, blob) {
@@ -109,7 +109,7 @@ class Drawing {
       );
     if (edges[0] && !edges[1])
       shapes.push(shape("path", { d: `M${place.x} ${place.y}h${place.width}`, stroke: edges[0] }));
-    if (edges[1] && !edges[0])
+    if (edges[1] && edges[1] !== edges[0])
       shapes.push(
         shape("path", {
           d: `M${place.x} ${place.y}v${place.height}`,
@@ -235,6 +235,7 @@ function line(text, x, y, style) {
       "font-size": style.fontSize,
       "font-weight": style.fontWeight,
       "font-style": style.fontStyle,
+      "text-decoration": style.textDecorationLine === "line-through" ? "line-through" : null,
       "xml:space": "preserve",
       "font-family": style.fontFamily.includes("mono") ? "monospace" : null,
     },
@@ -253,7 +254,10 @@ function inline(from, to) {
 // The whole view, also what is drawn only when it becomes visible.
 async function drawn(view) {
   if (view.complete) await view.complete();
-  return new Drawing(view.node).svg;
+  view.node.classList.add("saving"); // what sticks to the screen, or scrolls in it, is laid out in full
+  const { svg } = new Drawing(view.node);
+  view.node.classList.remove("saving");
+  return svg;
 }
 
 const asXml = (svg) => new XMLSerializer().serializeToString(svg);

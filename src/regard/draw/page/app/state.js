@@ -1,15 +1,21 @@
 // What is shown, kept in the URL's hash, so that a view can be shared. Defaults are not written.
 
 const DEFAULTS = {
-  view: "model",
+  view: "story",
   run: 0,
-  layer: 0,
-  head: 0,
+  layer: -1,
+  head: -1,
   q: -1,
   k: -1,
+  steps: 1,
+  component: -1,
   zoom: "",
+  text: 0,
+  word: -1,
+  way: "both",
   words: 0,
   specials: 1,
+  aside: 0,
   scale: "root",
   threshold: 0.02,
   top: 8,
@@ -23,16 +29,28 @@ const DEFAULTS = {
   tdown: 0,
   filter: "",
   other: "",
+  versus: -1,
   theme: "",
+  tour: 0,
 };
 // Allowed values: anybody can write an address by hand.
 const AMONG = {
-  view: ["model", "head", "flow", "table", "compare"],
+  view: ["story", "model", "head", "words", "flow", "table", "compare"],
   scale: ["root", "linear"],
   than: ["least", "most"],
+  way: ["both", "to", "from"],
   theme: ["light", "dark"],
 };
-const BETWEEN = { threshold: [0, 0.5], top: [1, 32], words: [0, 1], specials: [0, 1], down: [0, 1], tdown: [0, 1] };
+const BETWEEN = {
+  steps: [0, 1],
+  threshold: [0, 0.5],
+  top: [1, 32],
+  words: [0, 1],
+  specials: [0, 1],
+  aside: [0, 1],
+  down: [0, 1],
+  tdown: [0, 1],
+};
 const REST = 150; // milliseconds without a change until the address is written: browsers refuse hundreds in a row
 
 class State {

@@ -1,43 +1,57 @@
-// Flow: one token through one layer, with real shapes and numbers: what each head reads, and what it adds.
+// Flow: one token through one layer, with real shapes and numbers: one head step by step, what every head reads, and
+// what they add up to.
 
 class FlowView {
   constructor(app) {
     this.app = app;
     this.node = element("section", { class: "view flow", "aria-label": "Flow" });
-    this.readout = element("output", { class: "readout", id: "flow-readout", "aria-live": "polite" });
+    this.pointed = new Pointed();
   }
 
   async show() {
-    const {
-      app,
-      app: { state },
-    } = this;
+    const { app } = this;
     const layer = await app.layer.ready();
     if (app.view !== this || app.layer !== layer) return;
-    const query = clamp(state.q < 0 ? this.usual(layer) : state.q, 0, layer.n - 1);
-    const flow = layer.flow;
-    const known = Boolean(flow && flow.q) && query >= flow.first;
-    const at = known ? query - flow.first : -1;
+    const query = clamp(app.state.q < 0 ? this.usual(layer, app.head) : app.state.q, 0, layer.n - 1);
+    const { flow } = layer;
+    const at = flow && flow.output && query >= flow.first ? query - flow.first : -1;
+    this.pointed.clear();
+    fill(
+      this.node,
+      this.controls(layer, query),
+      this.notes(layer, query, at).map((note) => element("p", { class: "note" }, note)),
+      this.diagram(layer, query, at),
+      this.pointed.node,
+    );
+  }
+
+  controls(layer, query) {
+    const { app } = this;
+    const layers = app.run.layers.map((one) => [one.index, `${one.index} · ${one.name}`]);
+    const heads = range(layer.heads).map((head) => {
+      const role = layer.role(head);
+      return [head, `${head}${role ? ` · ${role.role}` : ""}`];
+    });
     const tokens = layer.queries.tokens.map((token, i) => [i, `${i} ${isolated(short(token, 20))}`]);
-    const controls = element(
+    const change = (field) => (value) => app.state.set({ [field]: Number(value) });
+    return element(
       "div",
       { class: "controls" },
       field(
         "Layer",
-        select(
-          app.run.layers.map((one) => [one.index, `${one.index} · ${one.name}`]),
-          layer.index,
-          (value) => app.go(Number(value), app.head),
-          { id: "flow-layer" },
-        ),
+        select(layers, layer.index, (value) => app.go(Number(value), app.head), { id: "flow-layer" }),
       ),
       field(
-        "Token",
-        select(tokens, query, (value) => state.set({ q: Number(value) }), { id: "flow-token" }),
+        "Head",
+        select(heads, app.head, (value) => this.open(Number(value)), { id: "flow-head" }),
       ),
-      this.readout,
+      field("Token", select(tokens, query, change("q"), { id: "flow-token" })),
     );
-    fill(this.readout, element("span", { class: "note" }, "Point at a strip to read its numbers."));
+  }
+
+  // What is missing, in words.
+  notes(layer, query, at) {
+    const { flow } = layer;
     const notes = [];
     if (!layer.map)
       notes.push(
@@ -46,272 +60,250 @@ class FlowView {
       );
     else if (!flow) notes.push('Vectors were not kept: watch(model, keep="qkv") keeps them. Weights are shown.');
     else if (!flow.q) notes.push("Vectors of so long a text do not fit into one page; shapes and weights are here.");
-    else if (!known)
+    else if (!flow.output)
+      notes.push("Of so long a text q and k fit into the page; values, outputs and results do not.");
+    else if (at < 0)
       notes.push(`Vectors are here for tokens ${flow.first} to ${layer.n - 1}; of this one, its weights.`);
     if (flow && flow.width && query < (flow.added || 0))
       notes.push(`What each head adds is here for tokens ${flow.added} to ${layer.n - 1}.`);
     if (flow && !flow.width)
       notes.push("The output projection of this layer is not known by its name, so what each head adds is not known.");
-    fill(
-      this.node,
-      controls,
-      ...notes.map((note) => element("p", { class: "note" }, note)),
-      this.diagram(layer, query, at),
-    );
+    return notes;
   }
 
-  // By default a token in the middle that is not special.
-  usual(layer) {
-    const words = range(layer.n).filter((i) => !layer.queries.special.has(i));
-    return words.length ? words[Math.floor(words.length / 2)] : 0;
+  // The query of the head's strongest link outside its resting place, among tokens whose vectors are here.
+  usual(layer, head) {
+    const { flow } = layer;
+    const first = flow && flow.output ? flow.first : 0;
+    const aside = layer.aside(head) || layer.keys.special;
+    const words = range(layer.n).filter((i) => i >= first && !layer.queries.special.has(i));
+    const query = this.strongestLink(layer, head, new Set(words), aside);
+    if (query >= 0) return query;
+    return words.length ? words[Math.floor(words.length / 2)] : first;
+  }
+
+  // The query of the strongest link of some queries to other keys than those set aside; -1 if there is none.
+  strongestLink(layer, head, queries, aside) {
+    let [best, most] = [-1, 0];
+    const look = (query, key, weight) => {
+      if (weight > most && queries.has(query) && !aside.has(key)) [best, most] = [query, weight];
+    };
+    if (layer.map && !layer.pooled)
+      layer.matrix(head).forEach((weight, i) => look(Math.floor(i / layer.m), i % layer.m, weight));
+    else if (layer.links) layer.strongestOfAll(head, 256).forEach((link) => look(...link));
+    return best;
+  }
+
+  // Show the steps of a head; a second time, hide them.
+  open(head) {
+    const { app } = this;
+    const opened = app.state.steps && app.head === head;
+    app.state.set({ layer: app.layer.index, head, steps: opened ? 0 : 1 });
   }
 
   diagram(layer, query, at) {
-    const { flow } = layer;
-    const token = short(layer.queries.tokens[query], 20);
-    const heads = layer.heads;
-    const shared = flow ? heads / flow.kv_heads : 1;
-    const width = flow && flow.width;
-    const input = at >= 0 ? layer.vector("input", at) : null;
-    const result = at >= 0 ? layer.vector("result", at) : null;
-    const adds = range(heads).map((head) => layer.adds(head, query));
-    const most = Math.max(...adds.map((one) => (one ? one.norm : 0)), 1e-9);
-    const rows = range(heads).map((head) => this.head(layer, head, query, at, adds[head], most, shared));
-    const total = adds.reduce((sum, one) => sum + (one ? one.norm : 0), 0);
-    // The norm of the sum: what each head adds, projected on it.
-    const along = adds.reduce((sum, one) => sum + (one ? one.norm * one.cosine : 0), 0);
-    const lost = total > 0 ? 100 * clamp(1 - along / total, 0, 1) : 0;
-    const against = adds.filter((one) => one && one.cosine < 0).length;
-    const groups = flow ? flow.kv_heads : "G";
-    const d = flow ? flow.head_dim : "D";
-    const e = flow ? flow.value_dim : "E";
-    const every = layer.kind === "cross" ? "every token y of the other text" : "every token y";
-    const sharing = shared > 1 ? `; ${shared} heads share each` : "";
-    const opposed = against ? `${against} of ${heads} heads point against the sum.` : "No head points against the sum.";
+    const sum = new FlowSum(this, layer, query, at);
+    const residual = sum.residual();
     return element(
       "div",
       { class: "diagram" },
-      this.stage("1", "Input", `x (${input ? input.length : width || "W"})`, [
-        element("p", {}, "The token ", element("b", {}, isolated(token)), ` (number ${query}) as it enters the layer.`),
-        this.vector(input, "x"),
-      ]),
-      this.arrow(
-        `q = x W_q (${heads} × ${d}); k = y W_k (${groups} × ${d}) and v = y W_v (${groups} × ${e}) of ` +
-          every +
-          sharing,
+      this.input(layer, query, at),
+      flowArrow(...this.projections(layer)),
+      this.steps(layer, query),
+      this.heads(layer, query, sum.adds),
+      ...this.concatenation(layer, at),
+      ...this.result(layer, sum),
+      residual ? flowArrow(`input + result: ${dims(layer.n, layer.flow.width)}`) : null,
+      residual ? flowStage("6", "What it adds to the residual stream", "x + result", residual) : null,
+    );
+  }
+
+  input(layer, query, at) {
+    const input = at >= 0 ? layer.vector("input", at) : null;
+    const token = isolated(short(layer.queries.tokens[query], 20));
+    const width = this.inputWidth(layer);
+    return flowStage(
+      "1",
+      "Input",
+      `x ${dims(layer.n, width)}`,
+      element(
+        "p",
+        {},
+        "The token ",
+        element("b", {}, token),
+        ` (number ${query}) as it enters the layer: one of ${layer.n} rows.`,
       ),
-      this.stage("2", "Heads", `${heads} heads: softmax(q kᵀ · scale) v`, [
+      vectorLine(this.pointed, input, "x"),
+    );
+  }
+
+  inputWidth(layer) {
+    const { flow } = layer;
+    return (flow && ((flow.input && flow.input.shape[1]) || flow.width)) || "W";
+  }
+
+  // The letters of the sizes, or the sizes where they are known.
+  sizes(layer) {
+    const { flow, heads: h, n, m } = layer;
+    return flow
+      ? { h, n, m, g: flow.kv_heads, d: flow.head_dim, e: flow.value_dim, he: h * flow.value_dim, w: flow.width || "W" }
+      : { h, n, m, g: "G", d: "D", e: "E", he: "H·E", w: "W" };
+  }
+
+  projections(layer) {
+    const { h, n, m, g, d, e } = this.sizes(layer);
+    const width = this.inputWidth(layer);
+    const cross = layer.kind === "cross";
+    const every = cross ? "every token y of the other text" : "every token y";
+    const from = cross ? "y" : `y ${dims(m, width)}`;
+    const shared = layer.flow ? h / g : 1;
+    const scores = layer.flow && layer.flow.scores;
+    return [
+      `q = x W_q: ${dims(n, width)} → ${dims(h, n, d)}`,
+      `k = y W_k of ${every}: ${from} → ${dims(g, m, d)}`,
+      `v = y W_v of ${every}: ${from} → ${dims(g, m, e)}`,
+      shared > 1 ? `${shared} heads share each k and v` : null,
+      scores && scores.rotary ? "q and k are shown after their rotation by position (rotary)" : null,
+    ].filter(Boolean);
+  }
+
+  // One head, step by step; without vectors, its strongest keys.
+  steps(layer, query) {
+    const { app } = this;
+    const { n, m, d, e } = this.sizes(layer);
+    const { head } = app;
+    const open = Boolean(app.state.steps);
+    const role = layer.role(head);
+    const toggle = element(
+      "button",
+      { type: "button", id: "flow-toggle", "aria-expanded": String(open), onclick: () => this.open(head) },
+      open ? "Hide the steps" : "Show the steps",
+    );
+    const about = element("p", {}, role ? `${role.role}: ${role.words}. ` : "", toggle);
+    const missing = Scores.missing(layer, query);
+    const content = () => {
+      if (!missing) return new FlowSteps(this, layer, head, query).node;
+      return element(
+        "div",
+        { class: "opened" },
+        element("p", { class: "note" }, missing),
+        this.strongest(layer, head, query),
+      );
+    };
+    return flowStage(
+      "2",
+      `Head ${head}, step by step`,
+      `softmax(q kᵀ · scale) v: ${dims(n, d)} · ${dims(d, m)} → ${dims(n, m)}; · ${dims(m, e)} → ${dims(n, e)}`,
+      about,
+      open ? content() : null,
+    );
+  }
+
+  strongest(layer, head, query) {
+    if (!layer.map) return null;
+    const links = layer.strongest(head, query, 8);
+    if (!links.length) return null;
+    return element(
+      "ul",
+      { class: "strongest" },
+      links.map(([key, weight]) =>
+        element("li", {}, element("b", {}, isolated(short(layer.keys.tokens[key], 16))), ` ${number(weight)}`),
+      ),
+    );
+  }
+
+  heads(layer, query, adds) {
+    const { h, m, d, e } = this.sizes(layer);
+    const most = Math.max(...adds.map((one) => (one ? one.norm : 0)), 1e-9);
+    const titles = ["head", `q (${d})`, `weights (${m})`, `output (${e})`, "adds, norm", "cosine with the sum"];
+    return flowStage(
+      "3",
+      "Every head does the same",
+      `${h} heads: softmax(q kᵀ · scale) v`,
+      element(
+        "div",
+        { class: "rows", role: "table", "aria-label": "heads" },
         element(
           "div",
-          { class: "rows", role: "table", "aria-label": "heads" },
-          element(
-            "div",
-            { class: "row top", role: "row" },
-            ["head", `q (${d})`, `weights (${layer.m})`, `output (${e})`, "adds, norm", "cosine with the sum"].map(
-              (name) => element("span", { role: "columnheader" }, name),
-            ),
-          ),
-          rows,
+          { class: "row top", role: "row" },
+          titles.map((name) => element("span", { role: "columnheader" }, name)),
         ),
-      ]),
-      this.arrow(`concatenation (${heads} × ${e} = ${flow ? heads * e : "H·E"})`),
-      this.stage("3", "Concatenation", flow ? `(${heads * e})` : "", [
-        element("p", {}, "The heads' outputs, one after another."),
-        at >= 0
-          ? this.vector(joined(range(heads).map((head) => layer.vector("output", head, at))), "concatenation", heads)
-          : null,
-      ]),
-      this.arrow(width ? `output projection W_o (${heads * e} → ${width})` : "output projection W_o (H·E → W)"),
-      this.stage("4", "Result", width ? `(${width})` : "", [
-        adds[0]
-          ? element(
-              "p",
-              { id: "cancel" },
-              `The heads' parts have norms that add up to ${number(total)}; their sum has the norm ${number(along)}: `,
-              `${lost.toFixed(1)}% cancels or spreads out. ${opposed}`,
-            )
-          : element("p", {}, "The sum of what the heads add, and a bias."),
-        this.vector(result, "result"),
-      ]),
+        range(h).map((head) => this.head(layer, head, query, adds[head], most)),
+      ),
     );
   }
 
-  // A strip of colours, and its first numbers.
-  vector(values, name, parts = 1) {
-    return values
-      ? element("div", { class: "vector" }, this.strip(values, name, parts), element("code", {}, digits(values)))
-      : null;
-  }
-
-  stage(sign, name, shape, content) {
-    return element(
-      "section",
-      { class: "stage" },
-      element("h3", {}, element("i", { class: "badge" }, sign), ` ${name} `, element("code", {}, shape)),
-      ...content.filter(Boolean),
-    );
-  }
-
-  arrow(text) {
-    return element("p", { class: "arrow" }, element("span", { "aria-hidden": "true" }, "↓ "), text);
-  }
-
-  head(layer, head, query, at, adds, most, shared) {
-    const { state } = this.app;
-    const open = state.head === head;
+  head(layer, head, query, adds, most) {
+    const { app, pointed } = this;
+    const open = Boolean(app.state.steps) && app.head === head;
     const role = layer.role(head);
-    const strongest = layer.map ? layer.strongest(head, query, 3) : [];
-    const looks = strongest
+    const looks = (layer.map ? layer.strongest(head, query, 3) : [])
       .map(([key, weight]) => `${isolated(short(layer.keys.tokens[key], 10))} ${weight.toFixed(2)}`)
       .join(", ");
-    const small = element("small", { class: "looks" }, looks);
+    const button = element(
+      "button",
+      {
+        type: "button",
+        id: `open-${head}`,
+        "aria-expanded": String(open),
+        "aria-label": `head ${head}${role ? `, ${role.role}` : ""}`,
+        onclick: () => this.open(head),
+      },
+      open ? "▾ " : "▸ ",
+      String(head),
+    );
+    const vector = (name) => {
+      const piece = layer.flow && layer.flow[name];
+      const row = piece ? query - (layer.n - piece.shape[1]) : -1; // (of a long text the last tokens are here)
+      return row >= 0 ? vectorStrip(pointed, layer.vector(name, head, row), `${name} of head ${head}`) : "–";
+    };
     // (data-name is shown beside the content where there is no room for columns)
     const cell = (name, ...content) => element("span", { role: "cell", "data-name": name }, content);
-    const cells = [
-      cell(
-        "",
-        element(
-          "button",
-          {
-            type: "button",
-            id: `open-${head}`,
-            "aria-expanded": String(open),
-            "aria-label": `head ${head}${role ? `, ${role.role}` : ""}`,
-            onclick: () => state.set({ head: open ? -1 : head }),
-          },
-          open ? "▾ " : "▸ ",
-          String(head),
-        ),
-        badge(role && role.role),
-      ),
-      cell("q", at >= 0 ? this.strip(layer.vector("q", head, at), `q of head ${head}`) : "–"),
-      cell("weights", layer.map ? this.weights(layer, head, query) : "–", small),
-      cell("output", at >= 0 ? this.strip(layer.vector("output", head, at), `output of head ${head}`) : "–"),
-      cell("adds", adds ? this.bar(adds.norm / most, number(adds.norm, 3)) : "–"),
-      cell("cosine", adds ? this.signed(adds.cosine) : "–"),
-    ];
-    const row = element(
+    return element(
       "div",
       {
-        class: "row",
+        class: app.head === head ? "row of-chosen" : "row",
         role: "row",
         "data-head": head,
         "data-norm": adds && adds.norm,
         "data-cosine": adds && adds.cosine,
       },
-      cells,
-    );
-    return open && strongest.length ? [row, this.opened(layer, head, at, strongest, Math.floor(head / shared))] : [row];
-  }
-
-  // The strongest keys of a head, with k, v and weight.
-  opened(layer, head, at, strongest, kv) {
-    const lines = strongest.map(([key, weight]) => {
-      const part = (name) => {
-        const values = layer.vector(name, kv, key);
-        return values
-          ? element(
-              "span",
-              {},
-              element("i", {}, name),
-              this.vector(values, `${name} of ${short(layer.keys.tokens[key], 16)}`),
-            )
-          : null;
-      };
-      return element(
-        "div",
-        { class: "key" },
-        element("b", {}, isolated(short(layer.keys.tokens[key], 16))),
-        element("code", {}, `${number(weight)} × v`),
-        part("k"),
-        part("v"),
-      );
-    });
-    const q = at >= 0 ? layer.vector("q", head, at) : null;
-    const cell = element(
-      "div",
-      { role: "cell", "aria-colspan": 6 },
-      q ? element("p", {}, element("code", {}, `q: ${digits(q)}`)) : null,
-      lines,
-    );
-    return element("div", { class: "opened", role: "row" }, cell);
-  }
-
-  // A vector as a strip of colours; pointing at it shows its numbers.
-  strip(values, name, parts = 1) {
-    const top = largest(values.map(Math.abs));
-    const canvas = painted(values, 1, values.length, top, { signed: true, scale: "linear" });
-    const norm = normOf(values);
-    canvas.className = "strip";
-    canvas.setAttribute("role", "img");
-    canvas.setAttribute(
-      "aria-label",
-      `${name}: ${values.length} numbers, norm ${number(norm, 3)}, from ${number(-top, 3)} to ${number(top, 3)}`,
-    );
-    canvas.addEventListener("pointermove", (event) => {
-      const box = canvas.getBoundingClientRect();
-      const i = clamp(Math.floor(((event.clientX - box.left) / box.width) * values.length), 0, values.length - 1);
-      const part = parts > 1 ? `head ${Math.floor((i * parts) / values.length)}, ` : "";
-      this.readout.textContent = `${name}[${i}] = ${number(values[i])} (${part}norm ${number(norm)})`;
-    });
-    return canvas;
-  }
-
-  weights(layer, head, query) {
-    const [, rows, cols] = layer.map.shape;
-    const i = Math.floor((query * rows) / layer.n);
-    const values = Float32Array.from(range(cols), (j) => layer.cell(head, i, j).value);
-    const canvas = painted(values, 1, cols, 1, { scale: this.app.state.scale });
-    canvas.className = "strip weights";
-    canvas.setAttribute("aria-hidden", "true");
-    canvas.addEventListener("pointermove", (event) => {
-      const box = canvas.getBoundingClientRect();
-      const j = clamp(Math.floor(((event.clientX - box.left) / box.width) * cols), 0, cols - 1);
-      const [first, last] = [Math.ceil((j * layer.m) / cols), Math.ceil(((j + 1) * layer.m) / cols)];
-      const key = isolated(spoken(layer.keys, [first, last]));
-      this.readout.textContent = `head ${head} → ${key}: ${number(values[j])}`;
-    });
-    return canvas;
-  }
-
-  bar(share, text) {
-    const width = 90;
-    return shape(
-      "svg",
-      { width: width + 46, height: 14, role: "img", "aria-label": text },
-      shape("rect", { x: 0, y: 2, width: Math.max(1, width * share), height: 10, fill: "var(--line)" }),
-      shape("text", { x: width * share + 4, y: 11, "font-size": 11, fill: "currentColor" }, text),
+      cell("", button, badge(role && role.role)),
+      cell("q", vector("q")),
+      cell(
+        "weights",
+        layer.map ? weightStrip(pointed, layer, head, query, app.state.scale) : "–",
+        element("small", { class: "looks" }, looks),
+      ),
+      cell("output", vector("output")),
+      cell("adds", adds ? shareBar(adds.norm / most, number(adds.norm, 3)) : "–"),
+      cell("cosine", adds ? signedBar(adds.cosine, adds.cosine.toFixed(2)) : "–"),
     );
   }
 
-  signed(cosine) {
-    const half = 45;
-    const [x, width] = cosine < 0 ? [half + half * cosine, -half * cosine] : [half, half * cosine];
-    const fill = cosine < 0 ? "var(--against)" : "var(--line)";
-    return shape(
-      "svg",
-      { width: 2 * half + 40, height: 14, role: "img", "aria-label": number(cosine, 3) },
-      shape("line", { x1: half, x2: half, y1: 0, y2: 14, stroke: "currentColor", "stroke-opacity": 0.5 }),
-      shape("rect", { x, y: 2, width: Math.max(width, 0.5), height: 10, fill }),
-      shape("text", { x: 2 * half + 4, y: 11, "font-size": 11, fill: "currentColor" }, cosine.toFixed(2)),
-    );
+  concatenation(layer, at) {
+    const { h, n, e, he } = this.sizes(layer);
+    const gated = layer.flow && layer.flow.gated;
+    const values = at >= 0 ? joined(range(h).map((head) => layer.vector("output", head, at))) : null;
+    return [
+      flowArrow(`concatenation: ${dims(h, n, e)} → ${dims(n, he)}`),
+      flowStage(
+        "4",
+        "Concatenation",
+        dims(n, he),
+        element("p", {}, "The heads' outputs, one after another."),
+        vectorLine(this.pointed, values, "concatenation", h),
+        gated ? element("p", { class: "note" }, "A gate or a norm changes them before the output projection.") : null,
+      ),
+    ];
   }
-}
 
-// The norm of a vector, and its first numbers.
-function digits(values, count = 6) {
-  const first = [...values.slice(0, count)].map((x) => number(x, 3)).join(", ");
-  return `norm ${number(normOf(values), 3)} [${first}${values.length > count ? ", …" : ""}]`;
-}
-
-const normOf = (values) => Math.sqrt(values.reduce((sum, x) => sum + x * x, 0));
-
-function joined(parts) {
-  const all = new Float32Array(parts.reduce((sum, part) => sum + part.length, 0));
-  let at = 0;
-  for (const part of parts) {
-    all.set(part, at);
-    at += part.length;
+  result(layer, sum) {
+    const { n, he, w } = this.sizes(layer);
+    const bias = layer.flow && layer.flow.bias ? ` + bias ${dims(w)}` : "";
+    return [
+      flowArrow(`output projection W_o: ${dims(n, he)} · ${dims(he, w)}${bias} → ${dims(n, w)}`),
+      flowStage("5", "Result", dims(n, w), sum.node),
+    ];
   }
-  return all;
 }

@@ -41,6 +41,56 @@ class HeadView {
       );
       return;
     }
+    const words = layer.queries.piecesOfWords || layer.keys.piecesOfWords;
+    const picture = Picture.of(layer, head, {
+      words: Boolean(state.words) && words,
+      specials: Boolean(state.specials),
+      aside: Boolean(state.aside),
+    });
+    const controls = this.controls(layer, words);
+    this.legend = legend(picture.top, state.scale, false, scaleNote(picture));
+    const parts = element(
+      "div",
+      { class: "halves" },
+      element(
+        "div",
+        {},
+        element("div", { class: "line" }, this.readout, this.legend),
+        this.map.node,
+        layer.pooled ? this.pooled(layer, head, picture) : null,
+        picture.aside ? this.without(layer, picture) : null,
+      ),
+      element("div", {}, element("h3", {}, "Links"), this.links.node),
+    );
+    fill(
+      this.node,
+      this.title(layer, head),
+      this.told(layer, head),
+      controls,
+      parts,
+      this.details(layer, head, picture),
+    );
+    const zoom = state.zoom ? state.zoom.split(",").map(Number) : null;
+    this.map.show(picture, { scale: state.scale, zoom, title: layer.label(head) });
+    this.chosen();
+    this.showLinks();
+  }
+
+  // What the story says of the head in this text, and a way to its numbers.
+  told(layer, head) {
+    const { run, state } = this.app;
+    const card = run.story && run.story.cards.find((one) => one.layer === layer.index && one.head === head);
+    if (!card && !layer.flow) return null;
+    return element(
+      "p",
+      { class: "onward" },
+      card ? element("span", {}, "In this text: ", sentenceParts(card.sentence)) : null,
+      layer.flow ? element("a", state.link({ view: "flow", layer: layer.index, head }), "Follow its numbers") : null,
+    );
+  }
+
+  controls(layer, words) {
+    const { state } = this.app;
     const slider = (name, attributes, change) =>
       element("input", {
         type: "range",
@@ -48,10 +98,12 @@ class HeadView {
         ...attributes,
         oninput: (event) => change(Number(event.target.value)),
       });
-    const words = layer.queries.piecesOfWords || layer.keys.piecesOfWords;
-    const special = layer.queries.special.size || layer.keys.special.size;
+    const colours = [
+      ["root", "root of weight"],
+      ["linear", "weight"],
+    ];
     this.filterText = element("span", {}, this.filters());
-    const controls = element(
+    return element(
       "div",
       { class: "controls" },
       field(
@@ -65,11 +117,8 @@ class HeadView {
         slider("most", { min: 1, max: 32, step: 1, value: state.top }, (x) => state.set({ top: x })),
       ),
       this.filterText,
-      special && !layer.pooled
-        ? check("special tokens", Boolean(state.specials), (on) => state.set({ specials: Number(on), zoom: "" }), {
-            id: "specials",
-          })
-        : null,
+      asideCheck(this.app, [layer]),
+      specialsCheck(this.app, [layer]),
       words && !layer.pooled
         ? check("whole words", Boolean(state.words), (on) => state.set({ words: Number(on), zoom: "" }), {
             id: "words",
@@ -77,39 +126,21 @@ class HeadView {
         : null,
       field(
         "Colour",
-        select(
-          [
-            ["root", "root of weight"],
-            ["linear", "weight"],
-          ],
-          state.scale,
-          (value) => state.set({ scale: value }),
-          { id: "scale" },
-        ),
+        select(colours, state.scale, (value) => state.set({ scale: value }), { id: "scale" }),
       ),
     );
-    const picture = Picture.of(layer, head, {
-      words: Boolean(state.words) && words,
-      specials: Boolean(state.specials),
-    });
-    this.legend = legend(picture.top, state.scale);
-    const parts = element(
-      "div",
-      { class: "halves" },
-      element(
-        "div",
-        {},
-        element("div", { class: "line" }, this.readout, this.legend),
-        this.map.node,
-        layer.pooled ? this.pooled(layer, head, picture) : null,
-      ),
-      element("div", {}, element("h3", {}, "Links"), this.links.node),
+  }
+
+  // Which keys were set aside, and what became of the others.
+  without(layer, picture) {
+    const keys = [...picture.aside.keys].sort((a, b) => a - b);
+    const names = keys.slice(0, 12).map((key) => isolated(short(layer.keys.tokens[key], 20)));
+    const more = keys.length > 12 ? ` and ${keys.length - 12} more` : "";
+    return element(
+      "p",
+      { class: "note", id: "without" },
+      `Set aside: ${names.join(", ")}${more}. Each query's other weights are divided by what is left of it.`,
     );
-    fill(this.node, this.title(layer, head), controls, parts, this.details(layer, head, picture));
-    const zoom = state.zoom ? state.zoom.split(",").map(Number) : null;
-    this.map.show(picture, { scale: state.scale, zoom, title: layer.label(head) });
-    this.chosen();
-    this.showLinks();
   }
 
   // Links are redrawn when the map has stopped moving: hundreds of elements in every frame would be slow.
@@ -164,22 +195,24 @@ class HeadView {
           { id: `pick-${name.toLowerCase()}` },
         ),
       );
-    const also = role && role.also.length ? `; also ${role.also.join(", ")}` : "";
-    const none = layer.kind === "cross" ? "cross attention" : "no role";
     return element(
       "header",
       { class: "title" },
       element("span", { class: "steps" }, go(-1, "previous head ([)", "‹"), go(1, "next head (])", "›")),
       pick("Layer", app.run.layers.length, layer.index),
       pick("Head", layer.heads, head),
-      element(
-        "h2",
-        {},
-        badge(role && role.role),
-        role ? role.role : none,
-        role ? element("small", {}, ` ${role.words}${also}`) : null,
-      ),
+      element("h2", {}, badge(role && role.role), this.role(layer, head)),
+      element("p", { class: "rests", id: "rests" }, restWords(layer, head)),
     );
+  }
+
+  // The role with its explanation, what it rests on, and other roles.
+  role(layer, head) {
+    const role = layer.role(head);
+    if (!role && layer.kind === "cross") return "cross attention";
+    if (!role) return explainedTerm("no role", NO_ROLE, "the-role");
+    const also = role.also.flatMap((name, i) => [i ? ", " : "; also ", roleTerm(name, `also-${i}`)]);
+    return [roleTerm(role.role, "the-role"), element("small", {}, ` ${role.words}`, also)];
   }
 
   pooled(layer, head, picture) {
@@ -253,13 +286,14 @@ class HeadView {
     }
     out.classList.remove("note");
     const [q, k] = [spoken(layer.queries, cell.query), spoken(layer.keys, cell.key)];
+    const hidden = this.app.run.causal && layer.kind === "self" && layer.n === layer.m && cell.key[0] >= cell.query[1];
     fill(
       out,
       element("b", {}, isolated(q)),
       " → ",
       element("b", {}, isolated(k)),
       ` ${number(cell.value)} `,
-      element("small", {}, `± ${number(cell.step, 2)}${cell.pooled ? ", pooled" : ""}`),
+      element("small", {}, hidden ? "hidden by the mask" : `± ${number(cell.step, 2)}${cell.pooled ? ", pooled" : ""}`),
     );
     Object.assign(out.dataset, {
       value: cell.value,
@@ -281,56 +315,27 @@ class HeadView {
 
   // The measures of the head, and its strongest links as a table, also for screen readers.
   details(layer, head, picture) {
-    const rows = Object.entries(layer.measures).map(([name, values]) => {
-      const even = layer.baseline && layer.baseline[name];
-      return element(
-        "tr",
-        {},
-        element("th", { scope: "row" }, name),
-        element("td", {}, number(values[head])),
-        element("td", {}, even === undefined ? "" : number(even)),
-      );
-    });
-    const measures = element(
-      "table",
-      { class: "plain" },
-      element("caption", {}, "Measures"),
-      element(
-        "thead",
-        {},
-        element(
-          "tr",
-          {},
-          element("th", { scope: "col" }, ""),
-          element("th", { scope: "col" }, "this head"),
-          element("th", { scope: "col" }, "equal weights"),
-        ),
-      ),
-      element("tbody", {}, rows),
+    const names = Object.keys(layer.measures);
+    const own = names.map((name) => layer.measured(name, head) ?? NaN);
+    const even = names.map((name) => (layer.baseline ? layer.baseline[name] : undefined));
+    const shown = evenDigits([...own, ...even]);
+    const measures = plainTable(
+      "Measures",
+      ["", "this head", "equal weights"],
+      names.map((name, i) => [
+        measureTerm(name, `measure-${i}`),
+        shown(own[i]),
+        even[i] === undefined ? "" : shown(even[i]),
+      ]),
+      { numbers: 2 },
     );
-    const strongest = (picture ? this.strongest(layer, head, picture) : []).map(([query, key, value]) =>
-      element(
-        "tr",
-        {},
-        element("td", {}, isolated(short(query, 20))),
-        element("td", {}, isolated(short(key, 20))),
-        element("td", {}, number(value)),
-      ),
-    );
-    const links = element(
-      "table",
-      { class: "plain", id: "strongest" },
-      element("caption", {}, "Strongest links"),
-      element(
-        "thead",
-        {},
-        element(
-          "tr",
-          {},
-          ["query", "key", "weight"].map((name) => element("th", { scope: "col" }, name)),
-        ),
-      ),
-      element("tbody", {}, strongest),
+    const strongest = picture ? this.strongest(layer, head, picture) : [];
+    const weight = evenDigits(strongest.map(([, , value]) => value));
+    const links = plainTable(
+      "Strongest links",
+      ["query", "key", "weight"],
+      strongest.map(([query, key, value]) => [isolated(short(query, 20)), isolated(short(key, 20)), weight(value)]),
+      { numbers: 1, id: "strongest" },
     );
     return element(
       "div",
@@ -338,6 +343,7 @@ class HeadView {
       measures,
       layer.offsets ? this.profile(layer, head) : null,
       picture ? links : null,
+      effectPanel(this.app, layer.index, head),
     );
   }
 

@@ -95,6 +95,16 @@ def test_auto_leaves_the_interpreter_alone() -> None:
     assert "triton: chosen" in regard.explain(q, q, q, kernel="triton")
 
 
+def test_the_command_tells_each_comparison_and_the_verdict(few: None) -> None:
+    testing = pytest.importorskip("typer.testing", reason="the command needs the extra cli")
+    from regard.cli import app
+
+    result = testing.CliRunner().invoke(app, ["doctor", "--gpu"], catch_exceptions=False)
+    assert result.exit_code == 0
+    assert "causal, gradients: right" in result.output
+    assert "3 comparisons with `reference` passed" in " ".join(result.output.split())
+
+
 @pytest.mark.slow
 def test_every_comparison_is_right() -> None:
     assert self_check.check(HERE).failures == []

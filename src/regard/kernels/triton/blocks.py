@@ -47,13 +47,20 @@ _HEAVY: _Table = {
     "": (Blocks(32, 64, 4, 1), Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1)),
 }
 # What does not fit on one GPU. (With four warps a thread of AMD's has twice as many registers.)
-_ELSEWHERE: dict[tuple[str, str, int], Blocks] = {
-    ("cuda:100", "seeing", 0): Blocks(128, 32, 8, 2),
-    ("cuda:100", "d_queries", 1): Blocks(64, 32, 8, 2),
-    ("cuda:100", "d_keys", 1): Blocks(64, 64, 8, 1),
-    ("cuda:100", "decode", 1): Blocks(16, 32, 4, 2),
-    ("hip:gfx942", "d_keys", 0): Blocks(32, 64, 4, 1),
-    ("hip:gfx942", "d_queries", 1): Blocks(64, 64, 4, 1),
+_ELSEWHERE: dict[tuple[str, str, int, int], Blocks] = {  # by target, kernel, bytes of a number, and column
+    ("cuda:100", "seeing", 2, 0): Blocks(128, 32, 8, 2),
+    ("cuda:100", "d_queries", 2, 1): Blocks(64, 32, 8, 2),
+    ("cuda:100", "d_keys", 2, 1): Blocks(64, 64, 8, 1),
+    ("cuda:100", "decode", 2, 1): Blocks(16, 32, 4, 2),
+    ("cuda:100", "d_queries", 2, 2): Blocks(16, 32, 4, 1),
+    ("cuda:100", "decode", 2, 2): Blocks(16, 16, 4, 1),
+    ("cuda:100", "d_queries", 4, 0): Blocks(32, 16, 4, 1),
+    ("cuda:100", "d_keys", 4, 0): Blocks(16, 16, 4, 1),
+    ("hip:gfx942", "d_keys", 2, 0): Blocks(32, 64, 4, 1),
+    ("hip:gfx942", "d_queries", 2, 1): Blocks(64, 64, 4, 1),
+    ("hip:gfx942", "d_queries", 2, 2): Blocks(32, 32, 4, 1),
+    ("hip:gfx942", "d_keys", 2, 2): Blocks(32, 32, 4, 1),
+    ("hip:gfx942", "decode", 4, 2): Blocks(16, 16, 4, 1),
 }
 # float32 is for exactness: three products for one, or none of the tensor cores.
 _PLAIN_FLOAT32: _Table = {
@@ -63,6 +70,7 @@ _PLAIN_FLOAT32: _Table = {
     "d_queries": (Blocks(32, 32, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1)),
     "d_keys": (Blocks(32, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1)),
     "received": (Blocks(32, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1)),
+    "lists": (Blocks(32, 32, 4, 1), Blocks(16, 16, 8, 1), Blocks(16, 16, 8, 1)),
     "": (Blocks(32, 32, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 8, 1)),
 }
 _HEAVY_FLOAT32: _Table = {
@@ -76,12 +84,12 @@ def blocks_for(kernel: str, target: str, itemsize: int, width: int, plain: bool)
     if target == "interpreter":
         return INTERPRETED
     column = 0 if width <= 64 else 1 if width <= 128 else 2
+    if plain and (target, kernel, itemsize, column) in _ELSEWHERE:
+        return _ELSEWHERE[target, kernel, itemsize, column]
     if itemsize == 4:
         table = _PLAIN_FLOAT32 if plain else _HEAVY_FLOAT32
     else:
         table = _PLAIN if plain else _HEAVY
-        if plain and (target, kernel, column) in _ELSEWHERE:
-            return _ELSEWHERE[target, kernel, column]
     return table.get(kernel, table[""])[column]
 
 

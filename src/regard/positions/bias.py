@@ -235,8 +235,8 @@ class Buckets(Bias):
 
 
 def add_by_bucket(into: Tensor, buckets: Tensor, rows: Tensor, *, in_order: bool) -> None:
-    """into[b] += the rows (L, H) of bucket b. `in_order`: as a product, for `index_add_` adds in any order on a GPU, and
-    its bits differ from run to run; if the factors fit."""
+    """into[b] += the rows (L, H) of bucket b. `in_order`: as a product, if its factors fit; for on a GPU `index_add_`
+    adds in any order, and bits differ from run to run."""
     if in_order and buckets.numel() * into.shape[0] <= _FACTORS:
         into.addmm_(nn.functional.one_hot(buckets, into.shape[0]).to(rows.dtype).mT, rows)
     else:

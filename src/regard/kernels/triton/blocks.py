@@ -43,7 +43,7 @@ _HEAVY: _Table = {
     "decode": (Blocks(16, 64, 4, 2), Blocks(16, 64, 4, 2), Blocks(16, 32, 4, 2)),
     "d_queries": (Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
     "d_keys": (Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)),
-    "received": (Blocks(64, 64, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
+    "received": (Blocks(64, 32, 4, 2), Blocks(64, 32, 4, 2), Blocks(32, 32, 4, 1)),
     "": (Blocks(32, 64, 4, 1), Blocks(32, 32, 4, 1), Blocks(32, 32, 8, 1)),
 }
 # What does not fit on one GPU. (With four warps a thread of AMD's has twice as many registers.)
@@ -64,8 +64,8 @@ _ELSEWHERE: dict[tuple[str, str, int, int], Blocks] = {  # by target, kernel, by
 }
 # float32 is for exactness: three products for one, or none of the tensor cores.
 _PLAIN_FLOAT32: _Table = {
-    "forward": (Blocks(32, 32, 4, 1), Blocks(32, 16, 8, 1), Blocks(16, 32, 8, 1)),
-    "seeing": (Blocks(32, 32, 4, 1), Blocks(32, 16, 8, 1), Blocks(16, 32, 8, 1)),
+    "forward": (Blocks(32, 32, 4, 1), Blocks(32, 16, 8, 1), Blocks(16, 16, 4, 1)),
+    "seeing": (Blocks(32, 32, 4, 1), Blocks(32, 16, 8, 1), Blocks(16, 16, 4, 1)),
     "decode": (Blocks(16, 32, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 32, 8, 1)),
     "d_queries": (Blocks(32, 32, 4, 1), Blocks(16, 16, 4, 1), Blocks(16, 16, 4, 1)),
     "d_keys": (Blocks(32, 32, 4, 1), Blocks(32, 16, 4, 1), Blocks(16, 16, 4, 1)),

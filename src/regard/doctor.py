@@ -90,8 +90,9 @@ def _kernels() -> dict[str, str]:
 def _triton() -> str:
     """Whether the GPU kernels are taken, on each GPU; or why there are none."""
     if not torch.cuda.is_available():
-        why = availability.why_not_on("cpu")
-        return f"no GPU here: {why}" if why is not None else "in the interpreter, by its name alone"
+        if availability.why_not_on("cpu") is None:
+            return "in the interpreter, by its name alone"
+        return "no: torch finds no GPU" + ("" if availability.installed() else ", and Triton is not installed")
     missing = availability.why_not_on("cuda")
     if missing is not None:
         return f"no: {missing}"

@@ -29,7 +29,7 @@ def no_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_refused_on_a_cpu_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "installed", lambda: True)
-    words = "kernel 'triton': .*for GPUs, and the tensors are on cpu; TRITON_INTERPRET=1.*before Python starts"
+    words = r"kernel 'triton': .*for GPUs, and the tensors are on cpu \(.*TRITON_INTERPRET=1 before Python starts\)"
     with pytest.raises(ValueError, match=words):
         regard.attend(Q, Q, Q, kernel="triton")
     assert "triton: no, it is for GPUs" in regard.explain(Q, Q, Q)
@@ -37,9 +37,11 @@ def test_it_is_refused_on_a_cpu_in_words(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_where_triton_is_missing_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "installed", lambda: False)
+    assert availability.why_not_on("cuda") == "Triton is not installed; remedy: pip install 'regard[gpu]'"
+    assert not availability.usable_here()
+    monkeypatch.setattr(availability, "interpreting", lambda: True)
     with pytest.raises(ValueError, match=r"Triton is not installed; remedy: pip install 'regard\[gpu\]'"):
         regard.attend(Q, Q, Q, kernel="triton")
-    assert not availability.usable_here()
     assert availability.version() is None
 
 
@@ -107,7 +109,7 @@ def test_what_is_traced_runs_no_self_check(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_doctor_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(availability, "installed", lambda: False)
-    assert "no GPU here: Triton is not installed" in doctor.examine()["kernels"]["triton"]
+    assert doctor.examine()["kernels"]["triton"] == "no: torch finds no GPU, and Triton is not installed"
     with pytest.raises(
         ValueError, match="GPU kernels: expected a GPU that Triton compiles for, received none: Triton is"
     ):

@@ -37,19 +37,14 @@ def usable_here() -> bool:
 
 def why_not_on(device: str) -> str | None:
     """In words, where it cannot compute on devices of a type."""
+    if device == "cpu" and not interpreting():
+        return "it is for GPUs, and the tensors are on cpu (slowly, for tests: TRITON_INTERPRET=1 before Python starts)"
+    if device not in ("cpu", "cuda"):
+        return f"Triton has no compiler for {device}"
     if not installed():
         return "Triton is not installed; remedy: pip install 'regard[gpu]'"
-    if device == "cuda":
-        if interpreting():
-            return "TRITON_INTERPRET=1 is set, and the interpreter is for CPUs"
-        return None
-    if device != "cpu":
-        return f"Triton has no compiler for {device}"
-    if not interpreting():
-        return (
-            "it is for GPUs, and the tensors are on cpu; TRITON_INTERPRET=1 in the environment, set before Python "
-            "starts, runs it in Triton's interpreter, slowly"
-        )
+    if device == "cuda" and interpreting():
+        return "TRITON_INTERPRET=1 is set, and the interpreter is for CPUs"
     return None
 
 

@@ -59,7 +59,7 @@ _ELSEWHERE: dict[tuple[str, str, int, int], Blocks] = {  # by target, kernel, by
     ("hip:gfx942", "d_keys", 2, 0): Blocks(32, 64, 4, 1),
     ("hip:gfx942", "d_queries", 2, 1): Blocks(64, 64, 4, 1),
     ("hip:gfx942", "d_queries", 2, 2): Blocks(32, 32, 4, 1),
-    ("hip:gfx942", "d_keys", 2, 2): Blocks(32, 32, 4, 1),
+    ("hip:gfx942", "d_keys", 2, 2): Blocks(16, 32, 4, 1),
     ("hip:gfx942", "decode", 4, 2): Blocks(16, 16, 4, 1),
 }
 # float32 is for exactness: three products for one, or none of the tensor cores.

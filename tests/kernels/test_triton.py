@@ -90,6 +90,7 @@ class OnCuda:
 def test_auto_asks_for_the_self_check_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.device] = []
     monkeypatch.setattr(triton, "traced", lambda *tensors: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(self_check, "trusted", lambda device: asked.append(device) or len(asked) == 1)
     call: Any = OnCuda()
     assert triton.worth(call)

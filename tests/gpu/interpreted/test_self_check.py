@@ -44,6 +44,20 @@ def test_it_passes_and_is_remembered(few: None) -> None:
     assert self_check.passed(HERE)
 
 
+def test_it_runs_within_anything_and_disturbs_nothing(few: None) -> None:
+    """Its first use may be in the midst of inference that is watched."""
+    torch.manual_seed(4)
+    expected = torch.rand(3)
+    torch.manual_seed(4)
+    layer = regard.MultiHeadAttention(8, 2).eval()
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), regard.watch(layer) as seen:
+        torch.manual_seed(4)
+        assert self_check.check(HERE).passed
+        assert torch.equal(torch.rand(3), expected)
+        layer(torch.randn(1, 3, 8))
+    assert len(seen.by_name) == 1  # the layer's own attention alone
+
+
 def test_other_versions_are_checked_again(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
     self_check.check(HERE)
     monkeypatch.setattr("regard.kernels.triton.availability.version", lambda: "another")

@@ -61,7 +61,9 @@ def worth(call: Call) -> bool:
     """On GPUs where the self-check has passed; never in the interpreter."""
     if call.q.device.type != "cuda":
         return False
-    return self_check.passed(call.q.device) if traced(call.q) else self_check.trusted(call.q.device)
+    if traced(call.q) or torch.cuda.is_current_stream_capturing():  # no time for a self-check
+        return self_check.passed(call.q.device)
+    return self_check.trusted(call.q.device)
 
 
 def doubt(call: Call) -> str | None:

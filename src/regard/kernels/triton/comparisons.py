@@ -106,10 +106,10 @@ def _features(n: int, m: int, device: torch.device) -> dict[str, dict[str, Any]]
 
 def _call(device: torch.device, dtype: torch.dtype, n: int, m: int, d: int, e: int, options: dict[str, Any]) -> Call:
     """A call of two items, four query heads and two kv heads."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(heads: int, rows: int, width: int) -> Tensor:
-        x = torch.randn(2, rows, heads, width, generator=generator).to(device, dtype)
+        x = torch.randn(2, rows, heads, width, generator=generator, device="cpu").to(device, dtype)
         return x.transpose(1, 2).requires_grad_()
 
     options = dict(options)

@@ -18,7 +18,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,18 +53,33 @@ def check(device: torch.device | str, report: Callable[[str], None] | None = Non
 
     device = torch.device(device)
     start, count, failures = time.perf_counter(), 0, []
-    for comparison in comparisons.every(device):
-        count += 1
-        wrong = comparison.wrong()
-        if wrong is not None:
-            failures.append(f"{comparison.name}: {wrong}")
-        if report is not None:
-            report(f"{comparison.name}: {wrong or 'right'}")
+    with _undisturbed(device):
+        for comparison in comparisons.every(device):
+            count += 1
+            wrong = comparison.wrong()
+            if wrong is not None:
+                failures.append(f"{comparison.name}: {wrong}")
+            if report is not None:
+                report(f"{comparison.name}: {wrong or 'right'}")
     verdict = Verdict(not failures, count, failures[:20], time.perf_counter() - start)
     _known[device_key(device)] = verdict
     if keep:
         _write(device_key(device), verdict)
     return verdict
+
+
+@contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """A context for comparisons within whatever is going on: with gradients, without autocast and torch function modes
+    (`watch`), and the caller's random numbers stay as they were."""
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+        torch._C.DisableTorchFunction(),  # pyright: ignore[reportPrivateImportUsage]
+    ):
+        yield
 
 
 def trusted(device: torch.device) -> bool:

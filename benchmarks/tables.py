@@ -374,6 +374,29 @@ def compile_gpu(rows: Rows) -> str:
     return markdown(["kernels: most registers / spilled bytes / shared bytes", *targets], lines)
 
 
+def gpu(rows: Rows) -> str:
+    """The GPU kernels beside others on a GPU: others' time over ours; seeing over blind."""
+    others = ("SDPA", "flex", "blockwise")
+    lines: Lines = []
+    for row in rows:
+        times = {name: found["median"] for name, found in row["times"].items()}
+        where = f"{row['queries']} x {row['tokens']}, {row['dtype']}, {row['width']}"
+        if row["what"] == "seeing":
+            cells = ["", "", "", ratio(times["rows"], times["blind"]), ratio(times["every"], times["blind"])]
+        else:
+            cells = [ratio(times.get(other), times["ours"]) for other in others] + ["", ""]
+        lines.append([f"{row['what']}, {row['feature']}, {where}", *cells])
+    header = [
+        "",
+        "SDPA / ours",
+        "FlexAttention / ours",
+        "blockwise / ours",
+        "statistics of rows / blind",
+        "all / blind",
+    ]
+    return markdown(header, lines)
+
+
 TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "kernels": ("kernels", kernels),
     "kernels-more": ("kernels", kernels_more),
@@ -390,6 +413,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "watching": ("watching", watching),
     "small-calls": ("small_calls", small_calls),
     "compile-gpu": ("compile_gpu", compile_gpu),
+    "gpu": ("gpu", gpu),
 }
 
 # ----------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ class Look:
     """A tab that shows a page. `leave` fails if it asked for anything, said anything or opened a dialog."""
 
     def __init__(
-        self, tab: Any, url: str, hash_: str = "", width: int = 1280, height: int = 1000, scheme: str = "light"
+        self, tab: Any, url: str, hash_: str = "", width: int = 1280, height: int = 1200, scheme: str = "light"
     ) -> None:
         self.page, self.url = tab, url
         self.troubles: list[str] = []

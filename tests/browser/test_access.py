@@ -249,8 +249,8 @@ def test_colours_are_told_apart_by_lightness(look: Callable[..., Look], real: Wr
         "(c => [...c.getContext('2d').getImageData(0, 0, c.width, 1).data])(document.querySelectorAll('.bar')[2])"
     )
     red, blue = pixels[::4], pixels[2::4]
-    assert all(b > r for r, b in zip(red[:20], blue[:20], strict=True))  # below nothing blue, above it orange:
-    assert all(r > b for r, b in zip(red[-20:], blue[-20:], strict=True))  # no eye confuses these
+    assert all(r > b for r, b in zip(red[:20], blue[:20], strict=True))  # below nothing orange, above it blue:
+    assert all(b > r for r, b in zip(red[-20:], blue[-20:], strict=True))  # no eye confuses these
 
 
 @pytest.mark.parametrize("width", [320, 390])

@@ -252,3 +252,15 @@ def test_with_shuffled_weights_there_is_no_syntax(model: Any) -> None:
         seen = regard.look(shuffled, text=text, show=False, treebank=TREEBANK)
         kinds = {card.kind for card in story(Scene(seen)).cards}
         assert not kinds & {"verbs", "clauses", "phrases"}, text
+
+
+def test_a_text_of_special_tokens_alone() -> None:
+    found = story(Scene(record(noise(1, 2, 3, 3)), ["[CLS]", "[MASK]", "[SEP]"]))
+    assert not {card.kind for card in found.cards} & {"verbs", "clauses", "phrases", "long-range"}
+
+
+def test_the_page_of_a_sentence_stays_small(model: Any) -> None:
+    """One that can be sent by mail: the encoder's with all its weights, vectors and what each head adds."""
+    made = regard.draw.page(regard.look(model, text=LESSON, show=False, treebank=TREEBANK))
+    assert isinstance(made, str)
+    assert len(made.encode()) < (1_500_000 if model.name == "minilm" else 5_000_000)

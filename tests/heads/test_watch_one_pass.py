@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import regard
-from regard.heads.capture.closed_modules import ClosedModules
+from regard.heads.capture.model_tree import tree_of
 from regard.masks import Causal, Padding, Window
 
 B, N, W, H = 2, 11, 24, 3
@@ -271,7 +271,7 @@ def test_closed_modules_are_regards_own() -> None:
     with_a_guest = regard.AttentionBlock(regard.MultiHeadAttention(W, H))
     with_a_guest.layer.q_proj = nn.Sequential(torchs)  # type: ignore[assignment]
     model = nn.ModuleList([own, torchs, replaced, with_a_guest])
-    assert ClosedModules(model)._ids == {id(own)}
+    assert tree_of(model).closed == {id(own)}
 
 
 def test_the_mode_is_on_again_after_an_error_in_a_closed_module() -> None:

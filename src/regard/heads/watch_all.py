@@ -52,7 +52,7 @@ def watch_all(
             remedy="a list of it",
         )
     watching = watch(model, measures=measures, layers=layers)
-    watching.tracker.rereads = False  # a text that starts like the last one is another text
+    watching.filing.tracker.rereads = False  # a text that starts like the last one is another text
     with evaluating(model), watching as seen, torch.no_grad():
         for batch in track(batches, "watching", progress):
             run(model, batch)

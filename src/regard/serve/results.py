@@ -14,7 +14,7 @@ from regard.draw.effects import effects
 from regard.draw.look import read
 from regard.draw.page.numbers import codes
 from regard.draw.page.pack import Packed, packed
-from regard.draw.page.telling import effects_json
+from regard.draw.page.story_content import effects_json
 from regard.draw.scene import Panel, Scene
 from regard.errors import bad_value
 from regard.models.base import tokenizing

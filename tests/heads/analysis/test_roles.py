@@ -414,7 +414,7 @@ def test_wrong_tokens() -> None:
 def test_a_text_that_was_too_long_to_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib
 
-    monkeypatch.setattr(importlib.import_module("regard.heads.watch"), "MOST_FOR_ROLES", 100)
+    monkeypatch.setattr(importlib.import_module("regard.heads.record.filing"), "MOST_FOR_ROLES", 100)
     seen = watched(Planted(even), ids_of(29))
     with pytest.raises(ValueError, match=r'roles: expected q and k of the text.*remedy: watch\(model, keep="qk"\)'):
         seen.roles()

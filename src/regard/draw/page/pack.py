@@ -21,7 +21,7 @@ from regard.draw.page.changes import changes
 from regard.draw.page.flow import flow, output_width, score_numbers, vector_numbers
 from regard.draw.page.numbers import Blob, round_to, rounded
 from regard.draw.page.scores import has_mask_or_bias
-from regard.draw.page.telling import telling
+from regard.draw.page.story_content import story_content
 from regard.draw.progress import part_of
 from regard.draw.scene import Panel, Scene
 from regard.heads import Role
@@ -148,7 +148,7 @@ def packed(
             if progress is not None:
                 progress(share * (number + len(layers) / len(scene)) / len(scenes))
         run = {"name": name, "texts": [_text(labels) for labels in texts], "layers": layers}
-        result.meta["runs"].append(run | telling(scene))
+        result.meta["runs"].append(run | story_content(scene))
     if len(scenes) > 1:
         result.meta["changes"] = changes(list(scenes.values()), part_of(progress, share, 1.0))
     return result

@@ -163,7 +163,7 @@ def _heads(scene: Scene, tree: Tree | None) -> Iterator[_Head]:
         if not panel.roles or n != m:
             continue
         tokens = words = None
-        if panel.layer.exact and n <= LONGEST:
+        if panel.layer.exact and n <= LONGEST and not all(panel.queries.special):
             weights = panel.weights_of_all()
             tokens = UnitMap(panel, units_of(panel.queries, words=False), weights)
             words = UnitMap(panel, units_of(panel.queries, words=True), weights)

@@ -8,7 +8,6 @@ that was cropped (the key is one before the last).
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -63,8 +62,9 @@ class SequenceTracker:
         self.again: bool | None = None  # whether this outermost call reads a sequence again, once a layer has told
         self._before: tuple[int, dict[str, _Trail]] = (-1, {})
 
-    def place(self, attention: ObservedCall) -> Place:
-        """Find the layer and sequence of the next attention call, after `trimmed`."""
+    def place(self, attention: ObservedCall, copy: bool = True) -> Place:
+        """Find the layer and sequence of the next attention call, after `trimmed`. Without `copy` its tensors are not
+        the model's, and are kept as they are."""
         if self.forward != attention.forward:
             self.forward, self.counts, self.continued, self.again = attention.forward, {}, False, None
             self._before = self.forward, dict(self.trails)
@@ -76,14 +76,14 @@ class SequenceTracker:
             if trail is not None and self._goes_on(_named(base, k), trail, attention):
                 self.counts[base] = max(number, k + 1)
                 total = trail.total + (n if attention.kind == "self" else 0)
-                self.trails[_named(base, k)] = self._trail(attention, total, copy(trail))
+                self.trails[_named(base, k)] = self._trail(attention, total, replace(trail), copy)
                 return Place(_named(base, k), True, False, total)
         self.counts[base] = number + 1
         name = _named(base, number)
         again = self.rereads and name in self.trails and self._reads_again(self.trails[name], attention)
         total = m if attention.numbers is None else int(attention.numbers[-1]) + 1
         trail = _Trail(attention.kind, (batch, heads), total, attention.cache)
-        self.trails[name] = self._trail(attention, total, trail)
+        self.trails[name] = self._trail(attention, total, trail, copy)
         return Place(name, False, again, total)
 
     def failed(self, forward: int) -> None:
@@ -101,7 +101,7 @@ class SequenceTracker:
             self.again = _reads_again(trail, attention)
         return self.again
 
-    def _trail(self, attention: ObservedCall, total: int, trail: _Trail) -> _Trail:
+    def _trail(self, attention: ObservedCall, total: int, trail: _Trail, copy: bool) -> _Trail:
         n, m = attention.shape[2:]
         trail.total, trail.ids, keys = total, attention.ids, attention.keys
         if keys is not None and m and attention.cache is None:
@@ -109,7 +109,7 @@ class SequenceTracker:
             new = keys if count == m else keys.narrow(-2, m - count, count)
             if trail.last_keys is not None and n < RECENT:
                 new = torch.cat([trail.last_keys[..., n - RECENT :, :], new], -2)
-            trail.last_keys = new.clone()
+            trail.last_keys = new.clone() if copy else new
             trail.first_key = keys[..., 0, :].clone() if attention.kind == "cross" else None
         return trail
 

@@ -2,7 +2,7 @@
 
 The way from a running model to `see(ObservedCall)`:
 
-    1. `module_stack.py`: hooks on all modules tell which one is running (a `Frame`).
+    1. `module_stack.py`: hooks tell which module is running (a `Frame`); `model_tree.py` says which modules need them.
     2. `function_modes.py`: a torch function mode hands every torch function to `AttentionCapture.function`, which asks
        `torch_functions.py` (with `multi_head_attention.py`, `registry.py`) for a handler of attention functions,
        and hands steps of handwritten attention (softmax, product with values) to `handwritten_calls.py`.
@@ -65,7 +65,7 @@ class AttentionCapture:
         self.frames.on_elsewhere = partial(follow_other_thread, self)
         # Re-entrancy guard: ignore torch functions called inside an attention that is being recorded.
         self.inside_attention = False
-        self.closed = ClosedModules(model)
+        self.closed = ClosedModules(self.frames.tree.closed)
         self.attend_observer = AttendObserver(self)
         self.handwritten = HandwrittenCalls(self, self.frames.modules)
         self.streams = Streams()
@@ -116,6 +116,8 @@ class AttentionCapture:
         self.projections.expected.clear()
         self.handwritten.clear()
         self.streams.clear()
+        self.frames.forget_callbacks()  # else a cycle keeps what was recorded in memory until garbage is collected
+        del self.attend_observer.capture, self.projections.capture, self.handwritten.capture
 
     # Functions that the model calls
 
@@ -185,7 +187,7 @@ class AttentionCapture:
     def may_compute(self, *inputs: Tensor, modes: int = 0) -> bool:
         """Whether an attention of these inputs may be computed by `see`: nobody wants its gradient, and nobody else (an
         outer capture or mode, a compiler, torch.func) must see the function that the model calls. `modes`: how many
-        torch function modes of this capture are on (none inside the handler of its own)."""
+        torch function modes of this capture are on (none inside the handler of its own, and in closed modules)."""
         return (
             self.computes
             and not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs))
@@ -222,11 +224,13 @@ class AttentionCapture:
             ids = frame.token_ids()
         if len(ids) > 1:  # of a source and a target, for example
             self.streams.begin(ids)
-        if not self.streams.on and not self.inside_attention:
+        followed = self.streams.on or self.handwritten.waiting or self.handwritten.tracer.origins
+        if not followed and not self.inside_attention:
             self.closed.began(frame, self.function_mode, self.attend_observer)
 
     def _module_ended(self, frame: Frame, output: Any) -> None:
-        self.closed.ended(frame)
+        if self.closed.ended(frame):
+            self.handwritten.tracer.computed(output)
         if self.projections.expected:
             self.projections.module_ended(frame)
         if self.streams.on:  # (the module may have computed its output without torch functions)

@@ -19,6 +19,7 @@ Letters: B batch, H heads, N queries, M keys, E head width of v.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -74,21 +75,31 @@ class HandwrittenTracer:
     def __init__(self, modules: list[nn.Module], live: bool = False) -> None:
         self.live = live
         self.notes: TensorNotes[Note] = TensorNotes()
-        parameters = [x for module in modules for x in module._parameters.values() if x is not None]
-        buffers = [x for module in modules for x in module._buffers.values() if x is not None and x.dim() == 2]
-        self.fixed = {id(x): x for x in (*parameters, *buffers)}
-        self.handlers = {func: getattr(self, name) for func, name in FUNCTIONS.items()}
+        self.modules = modules
         self.origins: list[Origin] = []  # all softmaxes, in order, until the caller has asked how they were used
         self.where: Any = None  # set by the caller: the frame of the module call in progress
+
+    @cached_property
+    def fixed(self) -> dict[int, Tensor]:
+        """The parameters, and the buffers that may be codebooks, by their ids."""
+        parameters = [x for module in self.modules for x in module._parameters.values() if x is not None]
+        buffers = [x for module in self.modules for x in module._buffers.values() if x is not None and x.dim() == 2]
+        return {id(x): x for x in (*parameters, *buffers)}
 
     def clear(self) -> None:
         """Forget everything."""
         self.notes.clear()
         self.origins.clear()
 
+    def computed(self, out: Any) -> None:
+        """Note what a module gave whose functions were not followed: what projections give, and sums of it."""
+        for x in tensors_in((out,)):
+            if x.is_floating_point() and x not in self.notes:
+                self.notes.put(x, Projected())
+
     def see(self, func: Any, args: Args, kwargs: Kwargs, out: Any) -> Weighed | None:
         """Follow one of `FUNCTIONS`. Returns a `Weighed` if attention was computed, or more became known of it."""
-        weighed = self.handlers[func](func, args, kwargs, out)
+        weighed = getattr(self, FUNCTIONS[func])(func, args, kwargs, out)
         if weighed is None:
             self.pass_by(func, args, out)
         return weighed

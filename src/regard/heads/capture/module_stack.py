@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from regard.heads.capture.model_tree import tree_of
 from regard.heads.module_names import CROSS_ATTENTION_INPUTS, NOT_TOKEN_IDS
 
-__all__ = ["Frame", "ModuleStack", "is_leaf_of_torch"]
+__all__ = ["Frame", "ModuleStack"]
 
 
 @dataclass
@@ -136,33 +137,6 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def is_leaf_of_torch(module: nn.Module) -> bool:
-    """Whether a module is a layer of torch without children (`nn.Linear`, `nn.LayerNorm`, ...), which computes no
-    attention. Hooks would cost more than many of these layers, and keep `regard.onednn` from fusing them."""
-    return not module._modules and _is_class_of_torch(type(module))
-
-
-@lru_cache(maxsize=4096)
-def _is_class_of_torch(kind: type) -> bool:
-    return kind.__module__.startswith("torch.nn.modules.")
-
-
-def _named_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
-    """`root.named_modules()`: each module once, by the first of its names."""
-    seen: set[int] = set()
-    named: list[tuple[str, nn.Module]] = []
-    waiting: list[tuple[str, nn.Module]] = [("", root)]
-    while waiting:
-        name, module = waiting.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        named.append((name, module))
-        prefix = f"{name}." if name else ""
-        waiting += [(prefix + child, x) for child, x in reversed([*module._modules.items()]) if x is not None]
-    return named
-
-
 def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
     """The names of a forward's parameters, without self."""
     if forward not in _SIGNATURES:
@@ -199,11 +173,9 @@ class ModuleStack:
     on_elsewhere: Callable[[list[str]], None] | None = None
 
     def __post_init__(self) -> None:
-        named = _named_modules(self.root)
-        self.modules = [module for _, module in named]
-        self.leaves = False  # whether layers of torch without children are followed, too
-        # By the id of their dict of hooks, which replicas made by `nn.DataParallel` share with the original module.
-        self.names = {id(m._forward_hooks): name or type(m).__name__ for name, m in named}
+        self.tree = tree_of(self.root)
+        self.modules, self.names = self.tree.modules, self.tree.names
+        self.leaves = False  # whether modules that attention cannot be computed in are followed, too
         self.thread = 0
         self.hooked: list[nn.Module] = []
         self.number = -1  # of our hooks, the same on all modules
@@ -211,15 +183,12 @@ class ModuleStack:
         self.others = threading.local()  # `names`: the modules in progress in that thread
 
     def install(self) -> None:
-        """Register hooks on every module below the root; calls of the current thread will be followed."""
+        """Register hooks on the modules below the root that attention may be computed in; calls of the current thread
+        will be followed."""
         self.thread = get_ident()
         enter, leave = self._enter, self._leave
         self.number = RemovableHandle(OrderedDict()).id  # (no other hook will have it)
-        for module in self.modules:
-            if isinstance(module, torch.jit.ScriptModule):
-                continue  # compiled: nothing can be seen inside
-            if not self.leaves and module is not self.root and is_leaf_of_torch(module):
-                continue
+        for module in self.tree.can_be_hooked if self.leaves else self.tree.with_hooks:
             # As `register_forward_pre_hook(enter, with_kwargs=True)` and `register_forward_hook(leave,
             # always_call=True)` do, for all modules at once.
             module._forward_pre_hooks[self.number] = enter
@@ -241,6 +210,10 @@ class ModuleStack:
                 _restore_copying(module)
         self.hooked.clear()
         self.stack.clear()
+
+    def forget_callbacks(self) -> None:
+        """Let go of whoever was told of calls."""
+        self.on_enter = self.on_exit = self.on_failure = self.on_elsewhere = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleStack:
         """For modules that copy their hooks with them by their own `__deepcopy__`: the hooks do nothing there."""
@@ -354,6 +327,7 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _ABOUT_HOOKS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
+@lru_cache(maxsize=4096)
 def _is_copied_by_state(kind: type) -> bool:
     by_state = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
     return by_state and not hasattr(kind, "__deepcopy__")

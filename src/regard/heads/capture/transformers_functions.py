@@ -91,9 +91,12 @@ def capture_function(
         arguments = _Arguments.of(module, args, kwargs)
         arguments.check(how)
         one_pass = _may_compute(capture, how, arguments)
-        with capture.graph():
-            candidates = _candidate_calls(how, arguments)
-            call = _call_without_mask(capture, arguments) if one_pass and arguments.mask is None else next(candidates)
+        candidates = _candidate_calls(how, arguments)
+        if one_pass and arguments.mask is None:  # (nobody wants gradients)
+            call = _call_without_mask(capture, arguments)
+        else:
+            with capture.graph():
+                call = next(candidates)
         attention = _compute(capture, call, arguments) if one_pass else None
     if attention is not None:
         return _result(capture, attention, arguments, compute)
@@ -188,8 +191,10 @@ def _may_compute(capture: AttentionCapture, how: Implementation, arguments: _Arg
     if not how.trusted or options.get("dropout") or options.get("softcap") is not None:  # (it refuses a softcap)
         return False
     given = (arguments.query, arguments.key, arguments.value, arguments.mask, options.get("position_bias"))
-    # (This is no handler of torch functions: the capture's own mode is on.)
-    return capture.may_compute(*(x for x in given if isinstance(x, Tensor)), modes=1)
+    # (This is no handler of torch functions: the capture's own mode is on, but in closed modules.)
+    return capture.may_compute(
+        *(x for x in given if isinstance(x, Tensor)), modes=0 if capture.closed.is_running else 1
+    )
 
 
 def _can_skip_weights(capture: AttentionCapture, call: Call, options: dict[str, Any]) -> bool:

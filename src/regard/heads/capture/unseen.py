@@ -12,9 +12,8 @@ import functools
 import re
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from regard.errors import bad_value
+from regard.heads.capture.model_tree import is_named_for_attention
 from regard.heads.capture.module_stack import Frame
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ __all__ = [
 
 IN_PARTS = "its attention is computed in parts, of some queries or keys each, which are not put together"
 
-_ATTENTION_CLASS = re.compile(r"(Attention|Attn)(V?\d+[dD]?|Layer|Block|Module|Pool|Pooling)?$")
 _ATTENTION_FUNCTION = re.compile(r"scaled_dot_product|flash_att|efficient_att|varlen_att|flex_att|native_multi_head")
 _ATTENTION_IN_GRAPH = re.compile(r"aten::(softmax|_softmax|scaled_dot_product|_native_multi_head|\w*flash_att)")
 
@@ -72,10 +70,10 @@ def check_softmaxes(capture: AttentionCapture, frame: Frame) -> None:
 def check_unreported_module(capture: AttentionCapture, frame: Frame) -> None:
     """A module ended in which no attention was reported: if its class is named for attention, name it. Of nested ones
     the innermost is named, when the outermost ends."""
-    if not _is_attention_class(frame.module):
+    if not is_named_for_attention(type(frame.module)):
         return
     outer = frame.parent
-    while outer is not None and not _is_attention_class(outer.module):
+    while outer is not None and not is_named_for_attention(type(outer.module)):
         outer = outer.parent
     silent = frame.silent or [frame.name]
     if outer is not None:
@@ -95,15 +93,6 @@ def check_scripted_modules(capture: AttentionCapture) -> None:
     for name, module in capture.frames.scripted():
         if _ATTENTION_IN_GRAPH.search(str(module.inlined_graph)):
             capture.not_seen(name, "it was traced or scripted by torch.jit, which shows nothing")
-
-
-def _is_attention_class(module: nn.Module) -> bool:
-    return _is_named_for_attention(type(module))
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_named_for_attention(kind: type) -> bool:
-    return _ATTENTION_CLASS.search(kind.__name__) is not None
 
 
 @functools.lru_cache(maxsize=4096)

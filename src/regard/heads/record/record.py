@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from regard.errors import bad_type, bad_value
+from regard.heads.record.filing import Filing
 from regard.heads.record.layer_record import LayerRecord
 from regard.heads.record.table import Table, table
 from regard.measures import rollout
@@ -33,8 +34,9 @@ class Record:
 
     shown_by: ClassVar[Callable[[Record], str] | None] = None  # set by `regard.draw`, which imports this file
 
-    def __init__(self) -> None:
-        self.by_name: dict[str, LayerRecord] = {}
+    def __init__(self, filing: Filing | None = None) -> None:
+        self._filing = filing  # while a watch may see more, or what it has seen waits to be filed
+        self._by_name: dict[str, LayerRecord] = {} if filing is None else filing.by_name
         self.unseen: dict[str, str] = {}  # layers whose attention could not be read, with the reason
         self.tokens: Any = None  # a list; a list for each item of a batch ("" for padding); or a pair (source, target)
         self.model: Callable[[], Any] = _no_model  # a weak reference; `roles` asks for its tokenizer
@@ -43,7 +45,23 @@ class Record:
         self.generated: Any = None  # text that the model generated for `look`, or a list of texts for a batch
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"model": _no_model, "rerun": None}  # (copies and files know no model)
+        _ = self.by_name
+        # (copies and files know no model, and no watch)
+        return self.__dict__ | {"model": _no_model, "rerun": None, "_filing": None}
+
+    @property
+    def by_name(self) -> dict[str, LayerRecord]:
+        """The layers by their names."""
+        filing = self._filing
+        if filing is not None:
+            filing.file_waiting()
+            if filing.over:
+                self._filing = None
+        return self._by_name
+
+    @by_name.setter
+    def by_name(self, layers: dict[str, LayerRecord]) -> None:
+        self._by_name = layers
 
     def _repr_html_(self) -> str | None:
         return None if Record.shown_by is None or not self.by_name else Record.shown_by(self)

@@ -31,12 +31,13 @@ MOST = 8  # that are kept: layers take turns with few masks
 class SharedPlane:
     """What layers that agree share. The attention keeps its tensors alive, so that no others have their addresses."""
 
-    attention: ObservedCall
+    attention: ObservedCall | None  # None once the watch has ended
     padding: Tensor | None  # (B, 1, N), as `sequences.padding` gives it
     by_total: dict[int, Tensor] = field(default_factory=dict)
     planes: dict[Any, Plane] = field(default_factory=dict)
     baselines: dict[Any, Any] = field(default_factory=dict)
     ids: Tensor | None = None  # a copy
+    fresh: dict[int, Plane] = field(default_factory=dict)  # by H: of layers that may be filed later (`filing.py`)
 
     def own_ids(self, ids: Tensor | None) -> Tensor | None:
         """A copy of the token ids (1|B, N), which a model or its caller may write over: one for all these layers."""
@@ -85,6 +86,11 @@ class SharedPlanes:
 
     def __init__(self) -> None:
         self._known: dict[Any, SharedPlane] = {}
+
+    def end(self) -> None:
+        """Keep no tensors alive."""
+        for known in self._known.values():
+            known.attention = None
 
     def of(self, attention: ObservedCall) -> SharedPlane:
         """What is known of an attention and of those before it that agree with it."""

@@ -67,6 +67,8 @@ class StoryView {
     const flow = first ? { ...to, q: first[0] } : to;
     const usual = layer.role(card.head) && layer.role(card.head).origin === "atlas" ? layer.role(card.head) : null;
     const effect = effectLine(this.app, card.layer, card.head);
+    const way = (text, label, changes, id = null) =>
+      element("a", { ...state.link(changes), id, "aria-label": label }, text);
     const node = element(
       "article",
       { class: "card", id: `card-${name}`, "data-kind": card.kind, "aria-label": `head ${name}, ${card.role}` },
@@ -83,8 +85,8 @@ class StoryView {
       element(
         "p",
         { class: "onward" },
-        element("a", { ...state.link({ ...to, view: "head" }), id: `see-${name}` }, "See its map"),
-        layer.flow ? element("a", state.link({ ...flow, view: "flow" }), "Follow its numbers") : null,
+        way("See its map", `see the map of ${name}`, { ...to, view: "head" }, `see-${name}`),
+        layer.flow ? way("Follow its numbers", `follow the numbers of ${name}`, { ...flow, view: "flow" }) : null,
       ),
     );
     node.style.setProperty("--role", roleColour(card.role));

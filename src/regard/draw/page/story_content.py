@@ -11,10 +11,10 @@ from regard.draw.scene import Panel, Scene
 from regard.draw.story import Card, story
 from regard.draw.story.cards import KINDS, named
 
-__all__ = ["effect_json", "effects_json", "telling"]
+__all__ = ["effect_json", "effects_json", "story_content"]
 
 
-def telling(scene: Scene) -> dict[str, Any]:
+def story_content(scene: Scene) -> dict[str, Any]:
     """The story of one text; and, of a text that is not long and whose model is still there, what changes without each
     of its heads."""
     told = story(scene)
@@ -47,9 +47,11 @@ def _effects(scene: Scene, heads: Iterable[tuple[int, int]]) -> Effects | None:
 
 
 def effects_json(found: Effects) -> dict[str, Any]:
+    """What changes without each of some heads, as the page has it."""
     heads = {f"{layer}.{head}": effect_json(effect) for (layer, head), effect in found.heads.items()}
     return {"kind": found.kind, "intact": effect_json(found.intact), "heads": heads}
 
 
 def effect_json(effect: Effect) -> dict[str, Any]:
+    """The most probable next tokens of one run, and its change."""
     return {"top": [[token, round_to(p, 4)] for token, p in effect.top], "change": round_to(effect.change, 4)}

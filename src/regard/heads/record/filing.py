@@ -1,0 +1,273 @@
+"""From attention calls to the layers of a record: each is measured when it is seen, and filed as a chunk of a sequence.
+
+Filing takes longer than measuring a short text. So a call that begins a new sequence, like others of the same forward,
+waits with its measurements until the record is read. What it is filed with are copies: the model may write over its own
+tensors meanwhile.
+
+Letters: B batch, H query heads, N queries, M keys, E head width of v.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from regard.heads.capture.cache_tracking import SequenceTracker, trimmed
+from regard.heads.capture.observed import ObservedCall
+from regard.heads.module_names import applies_rotary
+from regard.heads.record.layer_record import LayerRecord
+from regard.heads.record.sequences import Chunk, MeasuredLater, SequenceRecord, measured_later, sees_all
+from regard.heads.record.shared_planes import SharedPlane, SharedPlanes
+from regard.measures import Measure, Measurements
+
+__all__ = ["Filing"]
+
+MOST_FOR_ROLES = 2**23  # numbers of q, k and v of a text in a layer that are kept for `roles` if nothing is to be kept
+
+
+@dataclass
+class _Waiting:
+    """A call that was measured, and is to be filed: with tensors of its own."""
+
+    attention: ObservedCall
+    shared: SharedPlane
+    measurements: MeasuredLater
+
+
+class Filing:
+    """Files what a watch sees. It knows neither the watch nor the record, only its layers by name."""
+
+    def __init__(
+        self, measures: list[Measure], keep: Literal["qk", "qkv"] | None, is_wanted: Callable[[str], bool]
+    ) -> None:
+        self.measures, self.keep, self.is_wanted = measures, keep, is_wanted
+        # The uniform baseline is one head without values; maps and choices of it mean nothing.
+        of_weights = [
+            measure
+            for measure in measures
+            if not (measure.needs_out_weight or measure.needs_all_heads or measure.needs_scores)
+        ]
+        self.baselines = [measure for measure in of_weights if not {"map", "choice"} >= set(measure.gives.values())]
+        self.needs_values = any(_may_need_values(measure) for measure in measures)
+        self.keeps = keep is not None or any("map" in measure.gives.values() for measure in measures)
+        self.by_name: dict[str, LayerRecord] = {}
+        self.unwanted: set[str] = set()  # layers that ran and were not asked for
+        self.tracker = SequenceTracker()
+        self.planes = SharedPlanes()
+        self.saved: dict[str, Any] = {}  # snapshots of layers before the outermost call `saved_in`
+        self.saved_in = -1
+        self.waiting: list[_Waiting] = []
+        self.lock = threading.RLock()  # several threads may read a record
+        self.over = False  # whether the watch has ended
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was seen."""
+        return not self.by_name and not self.waiting
+
+    def end(self) -> None:
+        """The watch has ended: let go of the model's tensors."""
+        self.planes.end()
+        self.planes, self.over = SharedPlanes(), True
+
+    def see(self, attention: ObservedCall) -> Callable[[], bool] | None:
+        """Measure a call, as the next chunk of a sequence or as a new sequence. If it is `to_compute` sets its output,
+        and returns a function that tells whether each query sees a key."""
+        given, attention = attention, trimmed(attention)
+        shared = self.planes.of(attention)
+        attention.padding = shared.padding
+        measurements = self._measure_to_file_later(attention, shared)
+        if measurements is None:
+            self.file_waiting()
+            measurements = self._file(attention, shared)
+        if measurements is None:
+            return None
+        given.output = attention.output
+        return partial(sees_all, measurements)
+
+    def file_waiting(self) -> None:
+        """File the calls that wait."""
+        if not self.waiting:
+            return
+        with self.lock, torch.no_grad(), torch._C.DisableTorchFunction():
+            waiting, self.waiting = self.waiting, []
+            for one in waiting:
+                self._file(one.attention, one.shared, one.measurements, own=True)
+
+    def failed(self, forward: int) -> None:
+        """An outermost call raised: forget what it read."""
+        self.waiting = [one for one in self.waiting if one.attention.forward != forward]
+        self.file_waiting()
+        self.tracker.failed(forward)
+        if self.saved_in != forward:
+            return
+        for name, snapshot in self.saved.items():
+            if snapshot is None:
+                self.by_name.pop(name, None)
+            else:
+                self.by_name[name].restore(snapshot)
+
+    def _measure_to_file_later(
+        self, attention: ObservedCall, shared: SharedPlane
+    ) -> Measurements | MeasuredLater | None:
+        """Measure a call that may be filed later; None if it may not."""
+        call = attention.call
+        fresh = None if call is None else shared.fresh.get(call.q.shape[1])
+        if fresh is None or call is None or attention.cache is not None or attention.gather_heads is not None:
+            return None
+        if _numbers(attention) > MOST_FOR_ROLES or not self.is_wanted(attention.layer):
+            return None
+        measurements = measured_later(attention, self.measures, fresh)
+        if not isinstance(measurements, MeasuredLater):
+            self.file_waiting()
+            return self._file(attention, shared, measurements)
+        own = call.of(call.q.clone(), call.k.clone(), call.v.clone())
+        ids = shared.own_ids(attention.ids)
+        later = ObservedCall(attention.layer, attention.module, attention.forward, attention.kind, own, ids=ids)
+        later.padding = shared.padding
+        self.waiting.append(_Waiting(later, shared, measurements))
+        return measurements
+
+    def _file(
+        self,
+        attention: ObservedCall,
+        shared: SharedPlane,
+        measurements: Measurements | MeasuredLater | None = None,
+        own: bool = False,
+    ) -> Measurements | MeasuredLater | None:
+        """File a call, and measure it if it was not measured before. `own`: its tensors are not the model's. Returns
+        the measurements; None if the layer is not wanted."""
+        name, goes_on, again, total = self.tracker.place(attention, copy=not own)
+        if not (self.is_wanted(attention.layer) or self.is_wanted(name)):
+            self.unwanted.add(name)
+            return None
+        layer = self.by_name.get(name)
+        self._save(name, layer, attention.forward)
+        if layer is None:
+            layer = self.by_name[name] = LayerRecord(name, attention.kind, self.measures)
+        n = attention.shape[2]
+        text = self._sequence(layer, attention, shared, goes_on)
+        text.total = total
+        numbers = shared.numbers(attention, total)
+        text.place_padding(attention, attention.padding)
+        plane = shared.plane(attention, text, numbers, self.needs_values)
+        if measurements is None:
+            measurements = measured_later(attention, self.measures, plane)
+            if isinstance(measurements, MeasuredLater) and self._others_may_wait(attention, goes_on, total):
+                shared.fresh[attention.shape[1]] = plane
+        piece = Chunk(
+            n, shared.runs(attention, total), measurements, attention.padding, projection=attention.projection
+        )
+        self._keep(text, piece, attention, goes_on, own)
+        if layer.uniform is None:
+            layer.uniform = LayerRecord(name, attention.kind, self.baselines)
+        baseline = shared.baseline(attention, self.baselines, text, plane)
+        uniform = Chunk(n, piece.runs, baseline, attention.padding)
+        _add(layer.uniform, _uniform_sequence(layer.uniform, text, goes_on), uniform, goes_on, again)
+        _add(layer, text, piece, goes_on, again)
+        return measurements
+
+    def _others_may_wait(self, attention: ObservedCall, goes_on: bool, total: int) -> bool:
+        """Whether calls like this one may be filed later: each is a whole text, and is kept for `roles` alone."""
+        _, _, n, m = attention.shape
+        plain = attention.numbers is None and attention.cache is None and attention.projection is None
+        alone = attention.gather_heads is None and attention.global_call is None
+        whole = attention.kind == "self" and n == m == total and not goes_on
+        return whole and plain and alone and not self.keeps and not self.needs_values
+
+    def _sequence(
+        self, layer: LayerRecord, attention: ObservedCall, shared: SharedPlane, goes_on: bool
+    ) -> SequenceRecord:
+        """The sequence that a call goes on with, or a new one, with its token ids."""
+        _, _, n, m = attention.shape
+        text, ids = layer.text, attention.ids
+        if text is None or not goes_on:
+            text = SequenceRecord(attention.shape[:2])
+            text.ids = shared.own_ids(ids) if attention.kind == "self" and n == m else None
+        elif attention.kind == "self" and text.ids is not None:
+            fits = ids is not None and ids.shape[0] == text.ids.shape[0]
+            text.ids = torch.cat([text.ids, ids], 1) if fits else None  # type: ignore[list-item]
+        return text
+
+    def _save(self, name: str, layer: LayerRecord | None, forward: int) -> None:
+        """Keep a snapshot of a layer as it was before this outermost call, in case the call raises."""
+        if self.saved_in != forward:
+            self.saved_in, self.saved = forward, {}
+        if name not in self.saved:
+            self.saved[name] = None if layer is None else layer.snapshot()
+
+    def _keep(self, text: SequenceRecord, piece: Chunk, attention: ObservedCall, goes_on: bool, own: bool) -> None:
+        """Store copies of q, k, v and the output, as far as they are to be kept; its tensors, if they are its `own`."""
+        call, (_, _, n, m) = attention.call, attention.shape
+        if self.keep == "qkv" and attention.output is not None:
+            piece.output = attention.output.clone()
+            piece.input = None if attention.input is None else attention.input.clone()
+            piece.rotary = applies_rotary(attention.module)
+        if not self.keeps and not self._keeps_for_roles(text, attention):
+            return
+        if call is None:
+            piece.weights = None if attention.weights is None else attention.weights.clone()
+            return
+        if attention.global_call is not None:
+            call = attention.global_call()
+        # Copies: what a model has in memory it may write over, a cache most of all.
+        if attention.cache is not None:  # rotary is applied anew to its keys for every chunk
+            piece.call = replace(call, q=call.q.clone(), k=call.k.clone(), v=call.v[:, :, :0], dropout=None)
+            return
+        if attention.kind == "self" or not goes_on:  # (the keys of cross attention are the same in every chunk)
+            new = slice(m - n if goes_on else 0, m)
+            text.keys.append(call.k if own else call.k[:, :, new].clone())
+            if self.keep == "qkv" or text.for_roles:
+                text.values.append(call.v if own else call.v[:, :, new].clone())
+        nothing = call.k[:, :, :0].clone()  # (a view would keep the model's tensor in memory)
+        piece.call = call.of(call.q if own else call.q.clone(), nothing, nothing)
+
+    def _keeps_for_roles(self, text: SequenceRecord, attention: ObservedCall) -> bool:
+        """Whether a chunk is kept for `roles`: self attention that is not too long, and not sharded over processes."""
+        if text.pieces and not text.keeps_calls():
+            return False
+        text.for_roles, text.kept = True, text.kept + _numbers(attention)
+        whole = attention.cache is None and attention.global_call is None and attention.gather_heads is None
+        if attention.kind == "self" and whole and text.kept <= MOST_FOR_ROLES:
+            return True
+        text.drop_calls()
+        text.kept = 0
+        return False
+
+
+def _numbers(attention: ObservedCall) -> int:
+    """How many numbers of q, and of k and v for as many tokens, there are to keep; or of the weights."""
+    call, weights = attention.call, attention.weights
+    if call is not None:
+        return call.q.numel() + (call.k.numel() + call.v.numel()) * call.q.shape[2] // max(call.k.shape[2], 1)
+    return 0 if weights is None else weights.numel()
+
+
+def _add(layer: LayerRecord, text: SequenceRecord, piece: Chunk, goes_on: bool, again: bool) -> None:
+    """Add a chunk to a layer's sequence, or begin a new one with it."""
+    text.add(piece, layer.axes if text.pieces else {})
+    if goes_on and layer.text is text:
+        layer.changed()
+    elif again:
+        layer.replace(text)
+    else:
+        layer.begin(text)
+
+
+def _uniform_sequence(uniform: LayerRecord, text: SequenceRecord, goes_on: bool) -> SequenceRecord:
+    """The sequence of the uniform baseline, which has one head, beside that of a layer."""
+    sequence = uniform.text if goes_on else None
+    if sequence is None:
+        sequence = SequenceRecord((text.shape[0], 1))
+    sequence.total, sequence.key_padding = text.total, text.key_padding
+    return sequence
+
+
+def _may_need_values(measure: Measure) -> bool:
+    """Whether a measure may read the values or the output projection: known of the package's own measures."""
+    return not measure.shareable or not type(measure).__module__.startswith("regard.measures.")

@@ -12,7 +12,7 @@ import torch
 
 import regard
 from regard import doctor
-from regard.kernels import KERNELS, available, run, triton
+from regard.kernels import KERNELS, available, triton
 from regard.kernels.triton import availability, launch, self_check
 from regard.kernels.triton.blocks import blocks_for
 from regard.kernels.triton.lowered import _where_equal, lower
@@ -38,7 +38,7 @@ def test_it_is_refused_on_a_cpu_in_words(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_where_triton_is_missing_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "installed", lambda: False)
     assert availability.why_not_on("cuda") == "Triton is not installed; remedy: pip install 'regard[gpu]'"
-    assert not availability.usable_here()
+    assert "triton" not in available("cuda")
     monkeypatch.setattr(availability, "interpreting", lambda: True)
     with pytest.raises(ValueError, match=r"Triton is not installed; remedy: pip install 'regard\[gpu\]'"):
         regard.attend(Q, Q, Q, kernel="triton")
@@ -54,10 +54,11 @@ def test_other_devices_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert availability.why_not_on("cpu") is None
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_it_is_not_available_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "usable_here", availability.usable_here)
+def test_it_is_available_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(availability, "installed", lambda: True)
     assert "triton" not in available()
+    assert available("cuda") == ["fused", "triton", "blockwise", "reference"]
+    assert available("meta") == ["fused", "blockwise", "reference"]
     assert [kernel.name for kernel in KERNELS] == ["native", "fused", "triton", "blockwise", "reference"]
 
 

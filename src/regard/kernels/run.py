@@ -24,7 +24,7 @@ from regard.errors import bad_value
 from regard.kernels import blockwise, fused, native, native_library, reference, triton
 from regard.kernels.call import Call, Kernel
 from regard.kernels.precision import fixed_precision
-from regard.kernels.triton.availability import usable_here
+from regard.kernels.triton.availability import why_not_on
 from regard.measures import MeasureRun
 
 __all__ = [
@@ -121,14 +121,17 @@ def weights(call: Call, stage: str = "weights") -> Tensor:
         return reference.weights(call)[0] if stage == "weights" else reference.scores(call, stage)
 
 
-def available() -> list[str]:
-    """The names of the kernels on this machine, in the order in which "auto" asks them.
+def available(device: str = "cpu") -> list[str]:
+    """The names of the kernels for a type of device on this machine, in the order in which "auto" asks them.
 
-    >>> available()[-2:]  # before them "native", where it was compiled, "fused", and "triton", where there is a GPU
+    >>> available()[-2:]  # before them "native", where it was compiled, and "fused"
     ['blockwise', 'reference']
     """
-    missing = (() if native_library.load() is not None else (native,)) + (() if usable_here() else (triton,))
-    return [kernel.name for kernel in KERNELS if kernel not in missing]
+    there = {
+        native.name: device == "cpu" and native_library.load() is not None,
+        triton.name: why_not_on(device) is None,
+    }
+    return [kernel.name for kernel in KERNELS if there.get(kernel.name, True)]
 
 
 def choose(kernel: str, call: Call) -> Kernel:
@@ -149,7 +152,7 @@ def choose(kernel: str, call: Call) -> Kernel:
                     remedy='kernel="auto" chooses one that can',
                 )
             return candidate
-    raise bad_value("kernel", expected=f'"auto" or one of {available()}', received=repr(kernel))
+    raise bad_value("kernel", expected=f'"auto" or one of {available(call.q.device.type)}', received=repr(kernel))
 
 
 def explain(kernel: str, call: Call) -> str:

@@ -9,11 +9,9 @@ import functools
 import importlib.metadata
 import importlib.util
 
-import torch
-
 from regard.kernels.triton.interpreter import interpreting
 
-__all__ = ["installed", "usable_here", "version", "why_not_on"]
+__all__ = ["installed", "version", "why_not_on"]
 
 
 @functools.cache
@@ -28,11 +26,6 @@ def version() -> str | None:
         return importlib.metadata.version("triton") if installed() else None
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def usable_here() -> bool:
-    """Whether some device of this machine could be used."""
-    return installed() and (interpreting() or torch.cuda.is_available())
 
 
 def why_not_on(device: str) -> str | None:

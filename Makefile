@@ -26,7 +26,7 @@ SHELL := /bin/sh
 MAKEFLAGS += --no-builtin-rules
 .NOTPARALLEL:
 
-.PHONY: help look atlas test test-slow test-all test-levels fuzz lint format sanitize bench clean
+.PHONY: help look atlas test test-slow test-all test-levels test-gpu-interpreter compile-gpu fuzz lint format sanitize bench clean
 
 help:
 	@echo "make look      show what the heads of a real model attend to    (SENTENCE=\"...\")"
@@ -34,6 +34,8 @@ help:
 	@echo "make test      run the tests                                    (ARGS=\"-k causal -x\", WORKERS=2)"
 	@echo "make test-all  run the slow tests too"
 	@echo "make test-levels  run the numerical tests as on CPUs without AVX-512, and without AVX2"
+	@echo "make test-gpu-interpreter  run all tests of the GPU kernels, in Triton's interpreter"
+	@echo "make compile-gpu  compile every GPU kernel for real GPUs, without one    (ARGS=\"--targets cuda:90\")"
 	@echo "make fuzz      run the property tests with new random examples  (MINUTES=10)"
 	@echo "make lint      check style, formatting, which package imports which, types"
 	@echo "make format    format Python, C++, and the page's scripts and styles"
@@ -66,6 +68,16 @@ test-levels: $(VENV)/.installed-test
 	ATEN_CPU_CAPABILITY=default REGARD_ISA=portable $(PYTEST) -m "not slow" $(NUMERICAL) $(ARGS)
 	if grep -qw avx2 /proc/cpuinfo; then \
 	  ATEN_CPU_CAPABILITY=avx2 REGARD_ISA=avx2 $(PYTEST) -m "not slow" $(NUMERICAL) $(ARGS); fi
+
+# The GPU kernels on a CPU, in Triton's interpreter: slow, so that only their own tests run.
+test-gpu-interpreter: $(VENV)/.installed-test
+	TRITON_INTERPRET=1 $(PYTEST) tests/gpu $(ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels/test_extremes.py -k triton $(ARGS)
+
+# Registers, spills and shared memory of every GPU kernel on each target, without a GPU; writes benchmarks/results/compile_gpu.json.
+compile-gpu: $(VENV)/.installed-test
+	$(RUN) benchmarks/compile_gpu.py $(ARGS)
+	$(RUN) benchmarks/tables.py
 
 # Rounds of the property tests, each with its own seed, until the time is over or a test fails. pytest prints the seed and
 # the example; `--hypothesis-seed` repeats a round.

@@ -33,6 +33,8 @@ def markdown(header: list[str], lines: Lines) -> str:
 
 def measured_on(machine: dict[str, Any]) -> str:
     """Where it was measured, in a line."""
+    if "compiler" in machine:
+        return f"Compiled by {machine['compiler']}, without a GPU; torch {machine['torch']}."
     cpu = machine.get("cpu") or f"{machine['processor']} with {machine['instructions']}"
     threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
     return f"Measured on: {cpu}, {threads}, torch {machine['torch']}."
@@ -351,7 +353,50 @@ HEADS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     for what, write in (("roles", heads_by_role), ("syntax", heads_syntax), ("controls", heads_controls))
 }
 
+
 # Name: the file of its figures in benchmarks/results, and what writes it.
+def compile_gpu(rows: Rows) -> str:
+    """Registers, spilled bytes and shared memory of the GPU kernels; of widths and dtypes together, the most."""
+    targets = list(dict.fromkeys(row["target"] for row in rows))
+    lines: Lines = []
+    for features, dtype in dict.fromkeys((row["features"], row["dtype"]) for row in rows):
+        for width in sorted({row["width"] for row in only(rows, features=features, dtype=dtype)}):
+            same = only(rows, features=features, dtype=dtype, width=width)
+            cells = []
+            for target in targets:
+                of_target = only(same, target=target)
+                most = {
+                    name: max((row[name] for row in of_target), default=0) for name in ("registers", "spills", "shared")
+                }
+                worst = f"{most['registers']} / {most['spills']} / {most['shared']:,}"
+                cells.append(f"{len(of_target)}: {worst}" if of_target else "")
+            lines.append([f"{features}, {dtype}, {width}", *cells])
+    return markdown(["kernels: most registers / spilled bytes / shared bytes", *targets], lines)
+
+
+def gpu(rows: Rows) -> str:
+    """The GPU kernels beside others on a GPU: others' time over ours; seeing over blind."""
+    others = ("SDPA", "flex", "blockwise")
+    lines: Lines = []
+    for row in rows:
+        times = {name: found["median"] for name, found in row["times"].items()}
+        where = f"{row['queries']} x {row['tokens']}, {row['dtype']}, {row['width']}"
+        if row["what"] == "seeing":
+            cells = ["", "", "", ratio(times["rows"], times["blind"]), ratio(times["every"], times["blind"])]
+        else:
+            cells = [ratio(times.get(other), times["ours"]) for other in others] + ["", ""]
+        lines.append([f"{row['what']}, {row['feature']}, {where}", *cells])
+    header = [
+        "",
+        "SDPA / ours",
+        "FlexAttention / ours",
+        "blockwise / ours",
+        "statistics of rows / blind",
+        "all / blind",
+    ]
+    return markdown(header, lines)
+
+
 TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "kernels": ("kernels", kernels),
     "kernels-more": ("kernels", kernels_more),
@@ -367,6 +412,8 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "memory": ("looking", memory),
     "watching": ("watching", watching),
     "small-calls": ("small_calls", small_calls),
+    "compile-gpu": ("compile_gpu", compile_gpu),
+    "gpu": ("gpu", gpu),
 }
 
 # ----------------------------------------------------------------------------------------------------

@@ -25,6 +25,15 @@ settings.load_profile(os.environ.get("REGARD_HYPOTHESIS", "repeatable"))
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        default="cpu",
+        choices=("cpu", "cuda"),
+        help="where tests with the fixture `device` compute; shapes and errors are tested on meta, too",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """What torch's compiler keeps on disk does not say which instructions it was compiled for: each run has its own."""
     os.environ[COMPILED] = tempfile.mkdtemp(prefix="regard-compiled-")
@@ -45,6 +54,21 @@ def independent() -> Iterator[None]:
     left_off = not torch.is_grad_enabled()
     torch.set_grad_enabled(True)
     assert not left_off, "this test left gradients turned off"
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The device to compute on: --device."""
+    name = request.config.getoption("--device")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("--device cuda: torch finds no GPU here")
+    return torch.device(name)
+
+
+@pytest.fixture(params=["here", "meta"])
+def any_device(request: pytest.FixtureRequest) -> torch.device:
+    """The same, and then the meta device: for shapes and errors."""
+    return torch.device("meta") if request.param == "meta" else request.getfixturevalue("device")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 import regard
 from regard import attend, attention_weights, explain
 from regard.kernels import available
+from regard.kernels.triton.availability import why_not_on
 from regard.masks import Causal
 
 
@@ -24,16 +25,18 @@ def test_explain_names_the_kernel_and_why_not_the_others() -> None:
     assert explain(q, q, q).splitlines() == [
         "native: no, REGARD_NATIVE=0 turns it off",
         "fused: chosen",
+        f"triton: no, {why_not_on('cpu')}",
         "blockwise: could serve, but fused is faster",
         "reference: could serve, but fused is faster",
     ]
     assert explain(q, q, q, softcap=1.0).splitlines()[1:] == [
         "fused: no, it has no softcap",
+        f"triton: no, {why_not_on('cpu')}",
         "blockwise: could serve, but reference is faster",  # so small a plane
         "reference: chosen",
     ]
     q = torch.randn(1, 2, 199, 4)
-    assert explain(q, q, q, softcap=1.0, mask=Causal()).splitlines()[2:] == [
+    assert explain(q, q, q, softcap=1.0, mask=Causal()).splitlines()[3:] == [
         "blockwise: chosen",
         "reference: could serve, but blockwise is faster",
     ]

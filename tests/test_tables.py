@@ -161,3 +161,29 @@ def test_pages_of_long_texts(root: Path) -> None:
     assert table_of(root, "pages-long")[4:] == [
         "| 4,096 | 6.8 MB | 32 s | 36 s | 17 s | 1.66 | 2.00 | 1.8 GB | 3.3 GB |"
     ]
+
+
+def test_compiled_gpu_kernels(root: Path) -> None:
+    row = {"target": "cuda:80", "dtype": "bfloat16", "width": 64, "features": "plain", "kernel": "forward"}
+    rows = [row | {"registers": 218, "spills": 0, "shared": 32768}]
+    rows += [row | {"kernel": "d_keys", "registers": 248, "spills": 8, "shared": 24832}]
+    rows += [row | {"target": "hip:gfx942", "registers": 160, "spills": 0, "shared": 100}]
+    result(root, "compile_gpu", rows, compiler="Triton 3.7.1")
+    assert table_of(root, "compile-gpu") == [
+        "Compiled by Triton 3.7.1, without a GPU; torch 2.13.0.",
+        "",
+        "| kernels: most registers / spilled bytes / shared bytes | cuda:80 | hip:gfx942 |",
+        "| --- | --- | --- |",
+        "| plain, bfloat16, 64 | 2: 248 / 8 / 32,768 | 1: 160 / 0 / 100 |",
+    ]
+
+
+def test_gpu(root: Path) -> None:
+    row = {"queries": 1, "tokens": 4096, "dtype": "bfloat16", "width": 64, "feature": "causal"}
+    times = {name: {"median": seconds} for name, seconds in (("ours", 1.0), ("SDPA", 0.5), ("blockwise", 8.0))}
+    seen = {name: {"median": seconds} for name, seconds in (("blind", 1.0), ("rows", 1.25), ("every", 2.0))}
+    result(root, "gpu", [row | {"what": "forward", "times": times}, row | {"what": "seeing", "times": seen}])
+    assert table_of(root, "gpu")[4:] == [
+        "| forward, causal, 1 x 4096, bfloat16, 64 | 0.50 |  | 8.00 |  |  |",
+        "| seeing, causal, 1 x 4096, bfloat16, 64 |  |  |  | 1.25 | 2.00 |",
+    ]

@@ -237,6 +237,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options:
     >>> print(explain(q, q, q, dropout=0.1))  # doctest: +ELLIPSIS
     native: no, ...
     fused: no, SDPA has its own dropout RNG and runs unfused with dropout
+    triton: no, ...
     blockwise: chosen
     reference: could serve, but blockwise is faster
     """

@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from regard import kernels
+from regard.errors import bad_value
 from regard.kernels import native_library as library
+from regard.kernels.triton import availability, self_check
 
-__all__ = ["cpu_features", "examine"]
+__all__ = ["check_gpus", "cpu_features", "examine"]
 
 # What kernels ask for, of all that a CPU may have.
 _FEATURES = (
@@ -35,6 +38,7 @@ _EXTRAS = {
     "draw": ("matplotlib",),
     "serve": ("starlette", "uvicorn"),
     "tables": ("pandas",),
+    "gpu": ("triton",),
 }
 
 
@@ -77,10 +81,40 @@ def _cpu() -> dict[str, str]:
 
 def _kernels() -> dict[str, str]:
     loaded = library.load()
-    lines = dict.fromkeys(kernels.available(), "available")
+    lines = dict.fromkeys(kernels.available(), "available") | {"triton": _triton()}
     if loaded is None:
         return {"native": f"no: {library.why_not()}", **lines}
     return {**lines, "native": f"available, with {loaded.best} (of {', '.join(loaded.usable)})"}
+
+
+def _triton() -> str:
+    """Whether the GPU kernels are taken, on each GPU; or why there are none."""
+    if not torch.cuda.is_available():
+        if availability.why_not_on("cpu") is None:
+            return "in the interpreter, by its name alone"
+        return "no: torch finds no GPU" + ("" if availability.installed() else ", and Triton is not installed")
+    missing = availability.why_not_on("cuda")
+    if missing is not None:
+        return f"no: {missing}"
+    lines = []
+    for index in range(torch.cuda.device_count()):
+        verdict = self_check.remembered(torch.device("cuda", index))
+        taken = f"available ({verdict})" if verdict is not None and verdict.passed else "by its name alone"
+        doubt = self_check.doubt(torch.device("cuda", index))
+        lines.append(f"{torch.cuda.get_device_name(index)}: {taken}{'' if doubt is None else f'; {doubt}'}")
+    return "; ".join(lines)
+
+
+def check_gpus(report: Callable[[str], None] | None = None) -> dict[str, str]:
+    """Run the self-check of the GPU kernels on each GPU, or in Triton's interpreter: a verdict for each, in words."""
+    if availability.why_not_on("cuda") is None and torch.cuda.is_available():
+        devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    elif availability.why_not_on("cpu") is None:
+        devices = [torch.device("cpu")]
+    else:
+        why = availability.why_not_on("cuda") or f"torch {torch.__version__} finds no GPU"
+        raise bad_value("GPU kernels", expected="a GPU that Triton compiles for", received=f"none: {why}")
+    return {self_check.device_key(device): str(self_check.check(device, report)) for device in devices}
 
 
 def _extras() -> dict[str, str]:

@@ -18,7 +18,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 import regard
 from regard.masks import Causal, Padding, Tile, Window
 from regard.positions import Alibi, Bias, RelativeBias, as_biases
-from regard.positions.bias import Buckets, DenseBias, Saturated
+from regard.positions.bias import Buckets, DenseBias, Saturated, add_by_bucket
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -365,3 +365,13 @@ def test_a_bias_without_a_weight_is_told_so() -> None:
     q = torch.zeros(1, 1, 3, 2)
     with pytest.raises(TypeError, match=r"Bare.weight: expected a tensor that leads with a batch.*torch.zeros\(1, H\)"):
         regard.attend(q, q, q, bias=Bare())
+
+
+def test_sums_by_bucket_are_the_same_in_either_way() -> None:
+    """On a GPU by a product, whose order is fixed."""
+    buckets, rows = torch.arange(29) * 7 % 5, torch.randn(29, 3, dtype=torch.float64)
+    added, multiplied = torch.ones(2, 6, 3, dtype=torch.float64)
+    add_by_bucket(added, buckets, rows, in_order=False)
+    add_by_bucket(multiplied, buckets, rows, in_order=True)
+    torch.testing.assert_close(added, multiplied)
+    assert (added[5] == 1).all()  # a bucket without rows

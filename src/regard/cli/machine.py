@@ -88,9 +88,15 @@ def _time(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:,.2f} ms"
 
 
-def examine(as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False) -> None:
+def examine(
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Compare the GPU kernels with the reference on each GPU first (a minute).")
+    ] = False,
+) -> None:
     """Versions, what the CPU can do, which kernels there are and why not the others."""
-    sections = doctor.examine()
+    verdicts = doctor.check_gpus(None if as_json else lambda line: common.out.print(line, markup=False)) if gpu else {}
+    sections = doctor.examine() | ({"GPU kernels": verdicts} if verdicts else {})
     if as_json:
         typer.echo(json.dumps(sections, indent=2))
         return

@@ -21,7 +21,16 @@ from torch import Tensor
 from regard.kernels.call import Call
 from regard.masks import Causal, Documents, Hide, Keep, Mask, Padding, Tile, Window
 
-__all__ = ["Added", "Visible", "bias_gradients", "lower_biases", "lower_mask", "new_gradient", "pairs_to_evaluate"]
+__all__ = [
+    "Added",
+    "Visible",
+    "bias_gradients",
+    "by_distance",
+    "lower_biases",
+    "lower_mask",
+    "new_gradient",
+    "pairs_to_evaluate",
+]
 
 
 @dataclass
@@ -60,7 +69,7 @@ def pairs_to_evaluate(call: Call) -> int:
             mask = batch * n * m * (1 if call.mask.shared_by_heads() else heads)
     if all(bias.is_dense for bias in call.biases) and len(call.biases) <= 1:
         return mask
-    return mask if _by_distance(call) else max(mask, batch * heads * n * m)
+    return mask if by_distance(call) else max(mask, batch * heads * n * m)
 
 
 def _as_numbers(part: Mask, call: Call) -> bool:
@@ -134,7 +143,7 @@ def lower_biases(call: Call) -> Added | None:
     _, _, n, _ = call.shape
     if not call.biases:
         return None
-    if _by_distance(call):
+    if by_distance(call):
         tile = _distances(call)
         total = _sum([bias.evaluate(tile) for bias in call.biases]).contiguous()  # (1|B, H, 1, N + M - 1)
         strides = broadcast_strides(total)
@@ -146,13 +155,13 @@ def lower_biases(call: Call) -> Added | None:
 
 def new_gradient(added: Added) -> Added:
     """Zeros for the gradient of what is added, one for each number that it has."""
-    grad = torch.zeros(added.tensor.shape)
+    grad = torch.zeros_like(added.tensor, memory_format=torch.contiguous_format)
     return Added(grad, added.first, added.strides if added.strides[2] < 0 else broadcast_strides(grad))
 
 
 def bias_gradients(call: Call, gradient: Tensor, wanted: list[bool]) -> list[Tensor]:
     """From the gradient of what `lower_biases` gave to those of the biases' weights, the unwanted left out."""
-    tile = _distances(call) if _by_distance(call) else call.whole()
+    tile = _distances(call) if by_distance(call) else call.whole()
     results = []
     for bias, want in zip(call.biases, wanted, strict=True):
         if want:
@@ -162,7 +171,7 @@ def bias_gradients(call: Call, gradient: Tensor, wanted: list[bool]) -> list[Ten
     return results
 
 
-def _by_distance(call: Call) -> bool:
+def by_distance(call: Call) -> bool:
     """Whether the biases depend on nothing but how far a key is ahead of its query."""
     return call.contiguous and all(bias.by_distance for bias in call.biases)
 
@@ -171,7 +180,8 @@ def _distances(call: Call) -> Tile:
     """One query at 0 against keys at every distance that occurs, N + M - 1 of them."""
     _, _, n, m = call.shape
     first = -(call.q_start + n - 1)
-    return Tile.at(torch.zeros(1, 1, dtype=torch.int64), torch.arange(first, first + n + m - 1)[None])
+    query = torch.zeros(1, 1, dtype=torch.int64, device=call.q.device)
+    return Tile.at(query, torch.arange(first, first + n + m - 1, device=call.q.device)[None])
 
 
 def _sum(blocks: list[Tensor]) -> Tensor:

@@ -39,7 +39,7 @@ from regard.measures import (
     TopLinks,
 )
 
-__all__ = ["NO_STATISTICS", "Statistics"]
+__all__ = ["NO_STATISTICS", "Statistics", "flat_lists", "is_contiguous", "numbered"]
 
 _BY_NAME: dict[type[Measure], str] = {
     Entropy: "entropy",
@@ -68,7 +68,7 @@ class Statistics:
         self.inputs: list[Any] = []  # what C reads: as long as this lives
         self.reductions: list[tuple[int, Reduction]] = []  # with the measure's number
         self._add("target", (plane.queries,), torch.int64)  # (the first: see `sees_all`)
-        contiguous = _contiguous(call, plane)
+        contiguous = is_contiguous(call, plane)
         self.by_name = [_serves(measure, plane, contiguous) for measure in run.measures]
         for number, measure in enumerate(run.measures):
             if self.by_name[number]:
@@ -141,9 +141,9 @@ class Statistics:
             return
         owners = [run.measures[i] for i, reduction in self.reductions if reduction.lists is not None]
         if all(measure.shareable for measure in owners):
-            flat = self.plane.once(("lists", *owners), lambda: _flat(KeyLists.joined(lists)))
+            flat = self.plane.once(("lists", *owners), lambda: flat_lists(KeyLists.joined(lists)))
         else:
-            flat = _flat(KeyLists.joined(lists))
+            flat = flat_lists(KeyLists.joined(lists))
         self.inputs.append(flat)
         self._add("lists", (self.plane.queries, flat.count))
         addresses = [x.data_ptr() for x in (flat.keys, flat.begin, flat.end)]
@@ -208,9 +208,9 @@ class Statistics:
     def _state(self, measure: Measure, block: Tensor) -> Any:
         """The memory of a measure that C has by its name, filled."""
         if isinstance(measure, Peak):
-            return self.result("peak", block), _numbered(self.result("target", block), self.plane)
+            return self.result("peak", block), numbered(self.result("target", block), self.plane)
         if isinstance(measure, Links):
-            keys = _numbered(self.result("link_keys", block), self.plane)
+            keys = numbered(self.result("link_keys", block), self.plane)
             return TopLinks(keys, self.result("link_weights", block))
         return self.result(_BY_NAME[type(measure)], block)
 
@@ -253,7 +253,7 @@ def _serves(measure: Measure, plane: Plane, contiguous: bool) -> bool:
     return kind in _BY_NAME
 
 
-def _contiguous(call: Call, plane: Plane) -> bool:
+def is_contiguous(call: Call, plane: Plane) -> bool:
     """Whether the plane's positions are those of the call, one after another, up to where they begin."""
     return call.contiguous and plane.once(("contiguous", call.q_start), lambda: _in_steps(call, plane))
 
@@ -269,16 +269,16 @@ def _in_steps(call: Call, plane: Plane) -> bool:
     )
 
 
-def _flat(lists: KeyLists) -> KeyLists:
+def flat_lists(lists: KeyLists) -> KeyLists:
     """With indices into the keys of all items in a row, as C reads them."""
     keys, begin, end = lists.keys.contiguous(), lists.begin, lists.end
     if keys.shape[0] > 1:
-        first = torch.arange(keys.shape[0])[:, None, None] * keys.shape[1]
+        first = torch.arange(keys.shape[0], device=keys.device)[:, None, None] * keys.shape[1]
         begin, end = begin + first, end + first
     return KeyLists(keys, begin.contiguous(), end.contiguous())
 
 
-def _numbered(slots: Tensor, plane: Plane) -> Tensor:
+def numbered(slots: Tensor, plane: Plane) -> Tensor:
     """The numbers in the whole text of keys in some slots; -1 stays -1."""
     if plane.numbers is None:
         return slots

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from regard.errors import bad_value
-from regard.kernels import blockwise, fused, native, native_library, reference
+from regard.kernels import blockwise, fused, native, native_library, reference, triton
 from regard.kernels.call import Call, Kernel
 from regard.kernels.precision import fixed_precision
+from regard.kernels.triton.availability import why_not_on
 from regard.measures import MeasureRun
 
 __all__ = [
@@ -41,9 +42,9 @@ __all__ = [
 ]
 
 # In the order in which "auto" asks: the fastest first, the one that serves everything last.
-KERNELS: tuple[Kernel, ...] = (native, fused, blockwise, reference)
+KERNELS: tuple[Kernel, ...] = (native, fused, triton, blockwise, reference)
 # The same for `run_measured`. (`fused` would compute the weights a second time.)
-MEASURING: tuple[Kernel, ...] = (native, blockwise, reference)
+MEASURING: tuple[Kernel, ...] = (native, triton, blockwise, reference)
 
 
 class Observer(Protocol):
@@ -120,13 +121,17 @@ def weights(call: Call, stage: str = "weights") -> Tensor:
         return reference.weights(call)[0] if stage == "weights" else reference.scores(call, stage)
 
 
-def available() -> list[str]:
-    """The names of the kernels on this machine, in the order in which "auto" asks them.
+def available(device: str = "cpu") -> list[str]:
+    """The names of the kernels for a type of device on this machine, in the order in which "auto" asks them.
 
-    >>> available()[-3:]  # before them "native", where it was compiled
-    ['fused', 'blockwise', 'reference']
+    >>> available()[-2:]  # before them "native", where it was compiled, and "fused"
+    ['blockwise', 'reference']
     """
-    return [kernel.name for kernel in KERNELS if kernel is not native or native_library.load() is not None]
+    there = {
+        native.name: device == "cpu" and native_library.load() is not None,
+        triton.name: why_not_on(device) is None,
+    }
+    return [kernel.name for kernel in KERNELS if there.get(kernel.name, True)]
 
 
 def choose(kernel: str, call: Call) -> Kernel:
@@ -147,7 +152,7 @@ def choose(kernel: str, call: Call) -> Kernel:
                     remedy='kernel="auto" chooses one that can',
                 )
             return candidate
-    raise bad_value("kernel", expected=f'"auto" or one of {available()}', received=repr(kernel))
+    raise bad_value("kernel", expected=f'"auto" or one of {available(call.q.device.type)}', received=repr(kernel))
 
 
 def explain(kernel: str, call: Call) -> str:
@@ -160,6 +165,8 @@ def explain(kernel: str, call: Call) -> str:
             lines.append(f"{candidate.name}: chosen")
         elif reason is not None:
             lines.append(f"{candidate.name}: no, {reason}")
+        elif kernel == "auto" and candidate is triton and (doubt := triton.doubt(call)) is not None:
+            lines.append(f"{candidate.name}: could serve, but {doubt}")
         else:
             why = "was named" if kernel != "auto" else "is faster"
             lines.append(f"{candidate.name}: could serve, but {chosen.name} {why}")

@@ -231,7 +231,19 @@ class Buckets(Bias):
         if into.shape[0] > 1:
             buckets = buckets + count * torch.arange(into.shape[0], device=buckets.device)[:, None, None]
         rows = gradient.permute(0, 2, 3, 1).reshape(-1, gradient.shape[1])  # (B * n * m, H)
-        into.view(-1, into.shape[-1]).index_add_(0, buckets.reshape(-1), rows.to(into.dtype))
+        add_by_bucket(into.view(-1, into.shape[-1]), buckets.reshape(-1), rows.to(into.dtype), in_order=not into.is_cpu)
+
+
+def add_by_bucket(into: Tensor, buckets: Tensor, rows: Tensor, *, in_order: bool) -> None:
+    """into[b] += the rows (L, H) of bucket b. `in_order`: as a product, if its factors fit; for on a GPU `index_add_`
+    adds in any order, and bits differ from run to run."""
+    if in_order and buckets.numel() * into.shape[0] <= _FACTORS:
+        into.addmm_(nn.functional.one_hot(buckets, into.shape[0]).to(rows.dtype).mT, rows)
+    else:
+        into.index_add_(0, buckets, rows)
+
+
+_FACTORS = 2**24  # numbers of a product with ones: 64 MB in float32, a limit on memory
 
 
 class Saturated(Bias):

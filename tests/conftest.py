@@ -44,6 +44,19 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(os.environ.pop(COMPILED, ""), ignore_errors=True)
 
 
+# Tests of what the system does beside us: browsers, processes, sockets, memory in use. A busy machine can disturb one
+# run of them; a fault fails every time. All other tests have one chance.
+_SYSTEM = ("tests/browser/", "tests/distributed/", "tests/serve/")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.pluginmanager.hasplugin("rerunfailures"):
+        return
+    for item in items:
+        if item.nodeid.startswith(_SYSTEM) or item.get_closest_marker("system"):
+            item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=2))
+
+
 @pytest.fixture(autouse=True)
 def independent() -> Iterator[None]:
     """What a test draws does not depend on the tests before it, nor on which process runs it; nor does what it leaves

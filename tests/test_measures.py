@@ -420,6 +420,7 @@ print(peak() - before)
     ],
     ids=["window", "causal", "pairs of heads"],
 )
+@pytest.mark.system
 def test_memory_of_every_measure_at_once(n: int, groups: int, mask: str, more: list[str], limit: float) -> None:
     """One layer of 12 heads, in GB; dense weights would take 51 GB at 32,768 tokens, and 0.43 GB at 3,001."""
     script = MEMORY.format(n=n, groups=groups, mask=mask, more=more)

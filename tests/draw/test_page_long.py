@@ -92,6 +92,7 @@ def test_runs_that_cannot_be_compared_say_why() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak of memory is read in Linux's unit")
+@pytest.mark.system
 def test_memory_is_bounded() -> None:
     """6,007 tokens of 4 heads: their weights would be 577 MB; the page needs less than half of that."""
     script = """

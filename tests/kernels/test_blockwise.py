@@ -39,6 +39,7 @@ def extra_megabytes(n: int) -> float:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc, which is not here")
 @pytest.mark.slow
+@pytest.mark.system
 def test_training_with_dropout_takes_memory_in_proportion_to_the_length() -> None:
     """N = 8192, H = 12, D = 64, forward and backward; the plain path needs over 9 GB."""
     half, whole = extra_megabytes(4096), extra_megabytes(8192)

@@ -241,6 +241,7 @@ print(memory() - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.skipif(library.load() is None, reason="the native kernel is not here")
+@pytest.mark.system
 def test_scratch_memory_is_given_back() -> None:
     """A strip of 300,000 keys is 77 MB for each thread, gradients of 100,000 keys 51 MB."""
     ran = subprocess.run(

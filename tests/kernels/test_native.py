@@ -394,6 +394,7 @@ def test_it_says_why_not(words: str, made: dict[str, Any]) -> None:
         regard.attend(q, q, q, mask=mask, kernel="native")
 
 
+@pytest.mark.system
 def test_memory_is_linear() -> None:
     """16,384 tokens, forward, backward and statistics; the plane of one head alone would be 1 GB."""
     code = """

@@ -66,6 +66,8 @@ def start(observer: Observer) -> None:
 
             def get_interface(self: Any, attn_implementation: str, default: Function) -> Function:
                 function = original(self, attn_implementation, default)
+                if getattr(function, "__module__", "") == "regard.integrations.transformers":
+                    return function  # it calls `attend`, which is observed itself
                 return _wrapper(_implementation(attn_implementation, function, default), function)
 
             interface.get_interface = get_interface

@@ -9,7 +9,7 @@ from regard import cache, draw, heads, kernels, layouts, masks, measures, models
 from regard.attention import attend, attention_weights, explain, measure
 from regard.cache import KVCache, RollingCache
 from regard.draw import look
-from regard.heads import ablate, importance, prune, watch
+from regard.heads import ablate, importance, monitor, prune, watch
 from regard.heads.analysis.atlas import atlas
 from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.layouts import swap
@@ -40,6 +40,7 @@ __all__ = [
     "measure",
     "measures",
     "models",
+    "monitor",
     "parallel",
     "positions",
     "presets",

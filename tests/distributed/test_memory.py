@@ -176,8 +176,9 @@ def _resident(what: str) -> float:
 def test_a_ring_never_holds_the_whole_of_keys_and_values() -> None:
     whole = RANKS * BLOCK
     for forward, backward in together.run(peak, RANKS):
-        # its own, and the same as messages; of the kv heads of one round the block that is here, and the one that comes:
-        # 2.5 blocks. The limits leave half a block for what the system counts besides (threads, pages of the allocator).
+        # its own, and the same as messages; of the kv heads of one round the block that is here, and the one that
+        # comes: 2.5 blocks. Half a block is left for what the system counts besides (threads, pages not given back).
         assert forward < 3.0 * BLOCK < whole
-        # and gradients: of its own, of the one that is here, those that leave and come, and as the kernel gives them: 3.5
+        # and gradients: of its own, of the one that is here, those that leave and come, and as the kernel gives them:
+        # 3.5 blocks
         assert backward < 4.0 * BLOCK < whole

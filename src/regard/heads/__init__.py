@@ -18,6 +18,9 @@ from regard.heads.interventions.patching_result import Patching
 from regard.heads.interventions.prune import load_pruned, prune, save_pruned
 from regard.heads.record.record import LayerRecord, Record
 from regard.heads.record.table import Table
+from regard.heads.training.health import AttentionWarning, Limits
+from regard.heads.training.monitor import Sample, monitor
+from regard.heads.training.qk_clip import qk_clip
 from regard.heads.watch import watch
 from regard.heads.watch_all import watch_all
 
@@ -26,15 +29,18 @@ Layer = LayerRecord  # its name up to 0.1
 __all__ = [
     "ROLES",
     "Atlas",
+    "AttentionWarning",
     "Attribution",
     "Difference",
     "Importance",
     "Layer",
     "LayerRecord",
+    "Limits",
     "Patching",
     "Record",
     "Role",
     "Roles",
+    "Sample",
     "Syntax",
     "Table",
     "ablate",
@@ -49,8 +55,10 @@ __all__ = [
     "leave_one_out",
     "load_pruned",
     "loss_of",
+    "monitor",
     "probes",
     "prune",
+    "qk_clip",
     "save_pruned",
     "sweep",
     "syntax",

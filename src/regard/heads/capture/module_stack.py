@@ -176,6 +176,7 @@ class ModuleStack:
         self.tree = tree_of(self.root)
         self.modules, self.names = self.tree.modules, self.tree.names
         self.leaves = False  # whether modules that attention cannot be computed in are followed, too
+        self.root_has_hooks = True  # else somebody calls `_enter` and `_leave` for it
         self.thread = 0
         self.hooked: list[nn.Module] = []
         self.number = -1  # of our hooks, the same on all modules
@@ -189,6 +190,8 @@ class ModuleStack:
         enter, leave = self._enter, self._leave
         self.number = RemovableHandle(OrderedDict()).id  # (no other hook will have it)
         for module in self.tree.can_be_hooked if self.leaves else self.tree.with_hooks:
+            if module is self.root and not self.root_has_hooks:
+                continue
             # As `register_forward_pre_hook(enter, with_kwargs=True)` and `register_forward_hook(leave,
             # always_call=True)` do, for all modules at once.
             module._forward_pre_hooks[self.number] = enter

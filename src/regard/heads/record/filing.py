@@ -64,6 +64,7 @@ class Filing:
         self.waiting: list[_Waiting] = []
         self.lock = threading.RLock()  # several threads may read a record
         self.over = False  # whether the watch has ended
+        self.most_for_roles = MOST_FOR_ROLES
 
     @property
     def is_empty(self) -> bool:
@@ -120,7 +121,7 @@ class Filing:
         fresh = None if call is None else shared.fresh.get(call.q.shape[1])
         if fresh is None or call is None or attention.cache is not None or attention.gather_heads is not None:
             return None
-        if _numbers(attention) > MOST_FOR_ROLES or not self.is_wanted(attention.layer):
+        if _numbers(attention) > self.most_for_roles or not self.is_wanted(attention.layer):
             return None
         measurements = measured_later(attention, self.measures, fresh)
         if not isinstance(measurements, MeasuredLater):
@@ -233,7 +234,7 @@ class Filing:
             return False
         text.for_roles, text.kept = True, text.kept + _numbers(attention)
         whole = attention.cache is None and attention.global_call is None and attention.gather_heads is None
-        if attention.kind == "self" and whole and text.kept <= MOST_FOR_ROLES:
+        if attention.kind == "self" and whole and text.kept <= self.most_for_roles:
             return True
         text.drop_calls()
         text.kept = 0

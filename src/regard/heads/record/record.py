@@ -6,13 +6,14 @@ Letters: B batch, N queries.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
 from regard.errors import bad_type, bad_value
 from regard.heads.record.filing import Filing
 from regard.heads.record.layer_record import LayerRecord
+from regard.heads.record.scalars import flat_scalars
 from regard.heads.record.table import Table, table
 from regard.measures import rollout
 
@@ -152,6 +153,12 @@ class Record:
     def table(self) -> Table:
         """A row for each layer and head: every scalar measure, as a mean over queries."""
         return table(self)
+
+    def scalars(self, prefix: str = "attention", per: Literal["head", "layer"] = "head") -> dict[str, float]:
+        """Every number of every head by a flat name, such as "attention/3/7/entropy" for layer 3, head 7: means over
+        queries; the largest score, if `max_logit` was measured; `sink`, the share of the key that receives most, if
+        `received` was. With per="layer" of every layer, "attention/3/entropy"."""
+        return flat_scalars(self, prefix, per)
 
     def roles(self, **options: Any) -> Any:
         """The role of each head, or none. See `heads.analysis.roles`."""

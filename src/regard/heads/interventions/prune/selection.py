@@ -15,14 +15,14 @@ from regard.heads.module_names import OUTPUT_PROJECTIONS, separate_projections
 from regard.layer import MultiHeadAttention
 from regard.layouts.swap import SplitAttention
 
-__all__ = ["projecting_module", "selected"]
+__all__ = ["attention_modules", "projecting_module", "selected"]
 
 
 def selected(
     model: nn.Module, heads: Iterable[int] | Mapping[Any, Iterable[int]] | Iterable[Head]
 ) -> Iterator[tuple[str, nn.Module, list[int]]]:
     """The name, the attention module and the head numbers of each attention module that was asked for."""
-    by_name = _attention_modules(model)
+    by_name = attention_modules(model)
     modules = list({id(module): module for module in by_name.values()}.values())  # each once, in module order
     first_name = {id(module): name for name, module in reversed(by_name.items())}
     if not modules:
@@ -91,7 +91,7 @@ def _unknown_name(key: str, by_name: dict[str, nn.Module]) -> ValueError:
     )
 
 
-def _attention_modules(model: nn.Module) -> dict[str, nn.Module]:
+def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
     """All attention modules by each of their names, in module order."""
     by_name: dict[str, nn.Module] = {}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn, overload
 import torch
 from torch import Tensor, nn
 
-from regard.attention import BiasLike, attend, attention_weights
+from regard.attention import BiasLike, attention_weights
 from regard.cache import KVCache, Slots
 from regard.errors import bad_type, bad_value, no_torchscript, unknown_argument
 from regard.masks import Mask, as_mask
@@ -29,6 +29,7 @@ from regard.positions import Rotary
 from regard.summary import Step, table
 from regard.tracing import traced
 from regard.variants.checks import check_call, check_input, check_rotary, check_sizes
+from regard.variants.difference import attend_difference
 
 __all__ = ["DifferentialAttention", "lambda_init_at"]
 
@@ -205,11 +206,9 @@ class DifferentialAttention(nn.Module):
             q, k, v, slots = self._place(q, k, v, positions, cache)
             options = self._options(slots, mask, bias)
             (q1, q2), (k1, k2) = q.chunk(2, 1), k.chunk(2, -1)
-            first = attend(q1, k1, v, kernel=self.kernel, **options)
-            second = attend(q2, k2, v, kernel=self.kernel, **options)
-            factor = self.lambda_().to(first.dtype)
-            heads = self._normalised(first - factor * second)  # (B, H, N, E)
-            out = project(self.out_proj, heads.transpose(1, 2).flatten(2))
+            factor = self.lambda_().to(v.dtype)
+            heads = attend_difference(q1, k1, q2, k2, v, factor, kernel=self.kernel, **options)  # (B, H, N, E)
+            out = project(self.out_proj, self._normalised(heads).transpose(1, 2).flatten(2))
             weights = None
             if need_weights:
                 weights = attention_weights(q1, k1, **options) - factor * attention_weights(q2, k2, **options)

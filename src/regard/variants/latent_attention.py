@@ -297,15 +297,16 @@ class LatentAttention(nn.Module):
         128) that is fewer than about 170 queries at a time where the cache is long; never without a cache.
         """
         up = self.kv_up_proj
-        hooks = up._forward_hooks or up._forward_pre_hooks
-        # (A module that stands for a linear one, quantised or with adapters, has no weight to take apart.)
-        reason = "" if type(up) is nn.Linear and not hooks else f"{type(up).__name__} with hooks or adapters"
-        if self.absorb is True and reason:
-            raise bad_value("absorb", expected="a plain nn.Linear as kv_up_proj", received=reason, remedy="absorb=None")
-        # A text that is watched is seen in one form from its first token to its last; in the plain one a head's keys,
-        # values and output are what the model's equations say.
-        if self.absorb is not None or reason or is_watched():
-            return bool(self.absorb) and not reason
+        plain = type(up) is nn.Linear  # (one that is quantised or has adapters has no weight to take apart)
+        if self.absorb is not None:
+            if self.absorb and not plain:
+                received = f"{type(up).__name__}, which is called as a whole"
+                raise bad_value("absorb", expected="nn.Linear as kv_up_proj", received=received, remedy="absorb=None")
+            return self.absorb
+        # Hooks of kv_up_proj are called in the plain form alone. And a text that is watched is seen in one form from
+        # its first token to its last: in the plain one a head's keys, values and output are those of the equations.
+        if not plain or up._forward_hooks or up._forward_pre_hooks or is_watched():
+            return False
         widths = self.nope_head_dim + self.value_head_dim
         return (m - n) * self.kv_rank * widths > n * m * (2 * self.kv_rank - widths)
 
@@ -326,6 +327,12 @@ class LatentAttention(nn.Module):
         """q (B, H, N, R + P), k (B, 1, M, R + P), v (B, 1, M, R): keys and values are what is cached."""
         q_latent = torch.einsum("bhnc,hcr->bhnr", q_content, self._up_weights()[0])
         return torch.cat([q_latent, q_rotary], -1), tokens, tokens[..., : self.kv_rank]
+
+    def absorbed_out_weight(self) -> Tensor:
+        """The output projection of the absorbed form, (W, H * R): out_proj after the values' part of kv_up_proj. What a
+        head adds to the output is its slice times the head's result, a mean of latents."""
+        by_head = self.out_proj.weight.unflatten(1, (self.num_heads, -1))  # (W, H, E)
+        return torch.einsum("whe,her->whr", by_head, self._up_weights()[1]).flatten(1)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Asked by `torch.jit.script`."""

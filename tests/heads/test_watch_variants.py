@@ -293,6 +293,29 @@ class TestDifferential:
             regard.draw.terminal(loaded)
 
 
+class OwnLatent(LatentAttention):
+    """A class of the user's own: torch functions in it are followed one by one."""
+
+
+class OwnDifferential(DifferentialAttention):
+    """The same."""
+
+
+@pytest.mark.parametrize("kind", [OwnLatent, OwnDifferential])
+@torch.no_grad()
+def test_subclasses_are_seen_the_same(kind: type[nn.Module]) -> None:
+    layer = latent() if kind is OwnLatent else differential()
+    layer.__class__ = kind
+    model = Model(layer).eval()
+    caches = [LatentCache() if kind is OwnLatent else KVCache() for _ in range(2)]
+    blind = generated(model, caches[:1])
+    with regard.watch(model, keep="qk") as seen:
+        close(generated(model, caches[1:]), blind)
+    assert seen.layers == ["layers.0"]
+    assert seen[0].num_chunks == 6
+    close(seen[0].weights(), weights_of(model))
+
+
 def test_measures_that_need_probabilities() -> None:
     named = {"Entropy", "Distance", "Offset", "Divergence", "Contribution"}
     every = {name: getattr(measures, name) for name in measures.__all__}

@@ -194,6 +194,15 @@ class TestErrors:
             layer_of()(normal(2, 3, 14), cache=cache)
 
 
+def test_a_sequence_is_not_sharded() -> None:
+    from regard.parallel.sequence import refuse_other_attention
+
+    with pytest.raises(
+        ValueError, match=r"1: expected MultiHeadAttention.*received DifferentialAttention; remedy: shard_"
+    ):
+        refuse_other_attention(nn.Sequential(nn.Identity(), layer_of()))
+
+
 class TestDiffLlama:
     def make(self, **options: Any) -> tuple[nn.Module, nn.Module, DifferentialAttention]:
         from transformers import DiffLlamaConfig

@@ -230,6 +230,16 @@ def endless(rows: Rows) -> str:
     return markdown(["tokens", *names], lines)
 
 
+def latent(rows: Rows) -> str:
+    """One token from the cache of latent attention: the absorbed form, and others divided by it."""
+    lines: Lines = []
+    for row in rows:
+        times = row["seconds"]
+        others = (ratio(times[name], times["absorbed"], 1) for name in ("plain", "transformers"))
+        lines.append([f"{row['length']:,}", *others])
+    return markdown(["tokens in the cache", "plain / absorbed", "transformers / absorbed"], lines)
+
+
 def headline(rows: Rows) -> str:
     """Seeing every head beside blind attention."""
     lines: Lines = []
@@ -408,6 +418,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "pages-long": ("pages_long", pages_long),
     "prune": ("prune", prune),
     "endless": ("endless", endless),
+    "latent": ("latent", latent),
     "headline": ("headline", headline),
     "memory": ("looking", memory),
     "watching": ("watching", watching),

@@ -1,5 +1,5 @@
-"""The Python blocks of the README and of docs/from_torch.md run, in order, as one program each; what is said that they
-print is what they print."""
+"""The Python blocks of the README, docs/from_torch.md and docs/variants.md run, in order, as one program each; what is
+said that they print is what they print."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ README = ROOT / "README.md"
 BLOCK = re.compile(r"```(\w+(?: \w+)?)\n(.*?)```", re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "docs" / "from_torch.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [README, ROOT / "docs" / "from_torch.md", ROOT / "docs" / "variants.md"], ids=lambda page: page.name
+)
 def test_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)  # it writes files
     blocks = BLOCK.findall(page.read_text(encoding="utf-8"))

@@ -141,6 +141,12 @@ def test_memory(root: Path) -> None:
     assert table_of(root, "memory")[4:] == ["| 16,384 | 8.0 MB | 9.0 MB | 25.0 MB | 56.0 MB | about 28.0 GB |"]
 
 
+def test_latent(root: Path) -> None:
+    times = {"absorbed": 0.004, "plain": 0.03, "transformers": 0.0344}
+    result(root, "latent", [{"length": 4096, "seconds": times, "bytes_per_token": {"latent": 2304}}])
+    assert table_of(root, "latent")[4:] == ["| 4,096 | 7.5 | 8.6 |"]
+
+
 def test_the_machine_of_an_older_file(root: Path) -> None:
     result(root, "endless", [{"begin": 0, "end": 4096, "perplexity": {"KVCache": 10.84}}], cpu=None)
     assert table_of(root, "endless")[0] == "Measured on: x86_64 with AVX2, 2 threads, torch 2.13.0."

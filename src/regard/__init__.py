@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from regard import cache, draw, heads, kernels, layouts, masks, measures, models, positions, presets
 from regard.attention import attend, attention_weights, explain, measure
-from regard.cache import KVCache, RollingCache
+from regard.cache import KVCache, LatentCache, RollingCache
 from regard.draw import look
 from regard.heads import ablate, importance, monitor, prune, watch
 from regard.heads.analysis.atlas import atlas
 from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.layouts import swap
+from regard.variants import DifferentialAttention, LatentAttention
 
 if TYPE_CHECKING:
     from regard import parallel
@@ -21,7 +22,10 @@ __version__ = "0.2.0"  # pyproject.toml reads it here
 
 __all__ = [
     "AttentionBlock",
+    "DifferentialAttention",
     "KVCache",
+    "LatentAttention",
+    "LatentCache",
     "MultiHeadAttention",
     "RollingCache",
     "ablate",

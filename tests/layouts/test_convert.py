@@ -10,6 +10,7 @@ from layouts.originals import ORIGINALS, randomised
 from torch import Tensor, nn
 
 from regard import AttentionBlock, MultiHeadAttention, layouts
+from regard.layouts.convert import LAYOUTS
 from regard.positions import Alibi, RelativeBias, Rotary
 
 PLAIN = {"embed_dim": 6, "num_heads": 3}
@@ -213,8 +214,8 @@ class TestShapes:
 
 # What each layout can say. A pair (layer, layout) not named here raises.
 LAYERS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "plain": ({}, set(layouts.names()) - {"t5", "meta_llama"}),
-    "no biases": ({"bias": False}, set(layouts.names()) - {"gpt2", "bert", "distilbert", "t5"}),
+    "plain": ({}, set(LAYOUTS) - {"t5", "meta_llama"}),
+    "no biases": ({"bias": False}, set(LAYOUTS) - {"gpt2", "bert", "distilbert", "t5"}),
     "no biases, unscaled": ({"bias": False, "scale": 1.0}, {"separate", "llama", "wqkv", "t5"}),
     "bias within alone": (
         {"out_bias": False},
@@ -259,7 +260,7 @@ LAYERS: dict[str, tuple[dict[str, Any], set[str]]] = {
 TOLD = ("scale", "softcap", "position_encoding", "qk_norm")  # what load has to be told again
 
 
-@pytest.mark.parametrize("layout", layouts.names())
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", LAYERS)
 @torch.no_grad()
 def test_round_trip_or_refusal(name: str, layout: str) -> None:
@@ -289,7 +290,7 @@ def test_blocks_that_can_and_cannot_be_exported() -> None:
     assert isinstance(post, AttentionBlock)
     assert isinstance(pre, AttentionBlock)
     x = torch.randn(2, 5, 6, dtype=torch.float64)
-    for layout in layouts.names():
+    for layout in LAYOUTS:
         if layout in ("bert", "w_qs"):
             again = layouts.load_block(layouts.export(post, layout), 3, eps=1e-5)
             torch.testing.assert_close(again(x), post(x), rtol=1e-12, atol=1e-12)

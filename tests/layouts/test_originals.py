@@ -62,7 +62,7 @@ def test_the_layout_is_found_and_can_be_named(name: str) -> None:
 
 
 def test_every_layout_has_an_original() -> None:
-    assert {original.layout for original in ORIGINALS.values()} == set(layouts.names())
+    assert {original.layout for original in ORIGINALS.values()} == set(LAYOUTS)
 
 
 @pytest.mark.parametrize("kdim, vdim", [(7, None), (None, 11), (7, 11)])

@@ -1,6 +1,7 @@
 """Keys and values of earlier tokens, one cache per layer, passed in and updated in place.
 
 `KVCache` grows and keeps everything. `RollingCache` is bounded: it keeps the first few tokens and the last `window`.
+`LatentCache` keeps what latent attention makes its keys and values of.
 
 A layer calls `extend` with new keys and values, and gets all of them back together with their positions (`Slots`), so
 that masks and rotary are right. It does so inside `attending`, after which a cache may forget tokens.
@@ -12,7 +13,8 @@ Letters: B batch, G kv heads, N new tokens, M slots after appending, D head widt
 """
 
 from regard.cache.kv_cache import KVCache
+from regard.cache.latent_cache import LatentCache
 from regard.cache.rolling_cache import RollingCache, tokens_read
 from regard.cache.slots import Rotate, Slots, together
 
-__all__ = ["KVCache", "RollingCache", "Rotate", "Slots", "together", "tokens_read"]
+__all__ = ["KVCache", "LatentCache", "RollingCache", "Rotate", "Slots", "together", "tokens_read"]

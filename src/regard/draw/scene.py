@@ -17,6 +17,7 @@ from regard.heads import LayerRecord, Record, Role
 from regard.heads.analysis.labels import Labels
 from regard.heads.analysis.roles import Shared, first_of_target, roles, tokens_of
 from regard.heads.record.crops import crop
+from regard.heads.record.signed_weights import refuse_signed
 from regard.heads.record.table import scalars
 from regard.measures import Heatmap, Links, TopLinks
 
@@ -209,6 +210,7 @@ class Scene:
         for number, (layer, (rows, cols)) in enumerate(
             zip(record, _unpadded_ranges(record, item, target), strict=True)
         ):
+            refuse_signed("a picture", layer.name, layer.signed)
             if not 0 <= item < layer.shape[0]:
                 raise bad_value("item", expected=f"a text from 0 to {layer.shape[0] - 1}", received=str(item))
             q_tokens = texts[-1] if number >= target else texts[0]

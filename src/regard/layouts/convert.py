@@ -14,6 +14,8 @@ from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.layouts import (
     bert,
     canonical,
+    deepseek,
+    diffllama,
     distilbert,
     gpt2,
     llama,
@@ -31,9 +33,11 @@ from regard.layouts import (
 )
 from regard.layouts.base import Layout, Tensors
 from regard.layouts.rotary_pairs import convert_pairs
+from regard.layouts.variant import Given, VariantLayout
 from regard.positions import Rotary
+from regard.variants import DifferentialAttention, LatentAttention
 
-__all__ = ["LAYOUTS", "export", "load", "load_block", "names"]
+__all__ = ["LAYOUTS", "VARIANTS", "export", "load", "load_block", "names"]
 
 Pairs = Literal["halves", "interleaved"]
 
@@ -59,6 +63,11 @@ LAYOUTS: dict[str, Layout] = {
     )
 }
 
+# Of layers that are no `MultiHeadAttention`; "auto" takes the first with its marker among the keys.
+VARIANTS: dict[str, VariantLayout] = {
+    layout.name: layout for layout in (deepseek.layout, deepseek.minicpm3, diffllama.layout)
+}
+
 _FROM_SHAPES = frozenset(
     {
         "embed_dim",
@@ -81,7 +90,7 @@ def names() -> list[str]:
     >>> "llama" in names()
     True
     """
-    return list(LAYOUTS)
+    return [*LAYOUTS, *VARIANTS]
 
 
 def load(
@@ -94,8 +103,9 @@ def load(
     bidirectional: bool = True,
     max_distance: int = 128,
     **layer_options: Any,
-) -> MultiHeadAttention:
-    """A layer with a copy of the weights in another library's state dict, in their dtype and on their device.
+) -> Any:  # a MultiHeadAttention, or the layer of a variant
+    """A layer with a copy of the weights in another library's state dict, in their dtype and on their device: a
+    `MultiHeadAttention`, or a `LatentAttention` or `DifferentialAttention` where the keys are of one.
 
     Args:
         state_dict: of an attention module, or of a whole model with `prefix`.
@@ -106,7 +116,7 @@ def load(
             for GGUF); they are converted to the order of `position_encoding`, which is halves by default.
         bidirectional, max_distance: of the relative position bias, if there is one (T5).
         layer_options: arguments that do not follow from weights: `position_encoding`, `dropout`, `scale`, `softcap`,
-            `kernel`, `qk_norm`.
+            `kernel`, `qk_norm`; `lambda_init` of differential attention.
 
     >>> import torch
     >>> theirs = torch.nn.MultiheadAttention(10, 2, batch_first=True)
@@ -116,6 +126,10 @@ def load(
     True
     """
     num_heads = _check_given(state_dict, num_heads)
+    variant = _variant(state_dict, prefix, layout)
+    if variant is not None:
+        found, tensors = variant
+        return found.load(tensors, Given(num_heads, rotary_pairs, layer_options))
     tensors, chosen = _select(state_dict, prefix, layout)
     norms = [key for key in ("norm.weight", "norm.bias") if chosen.keys.get(key) in tensors]
     if norms:
@@ -168,7 +182,9 @@ def load_block(
     )
 
 
-def export(module: MultiHeadAttention | AttentionBlock, layout: str) -> Tensors:
+def export(
+    module: MultiHeadAttention | AttentionBlock | LatentAttention | DifferentialAttention, layout: str
+) -> Tensors:
     """A copy of the weights of a layer or block, named and packed as in another library.
 
     Raises if the other library has no such layer. Settings that are not weights (rotary, dropout) are not exported.
@@ -176,7 +192,17 @@ def export(module: MultiHeadAttention | AttentionBlock, layout: str) -> Tensors:
     >>> sorted(export(MultiHeadAttention(6, 2), "gpt2"))
     ['c_attn.bias', 'c_attn.weight', 'c_proj.bias', 'c_proj.weight']
     """
+    if layout in VARIANTS:
+        return VARIANTS[layout].export(module)
     chosen = _named(layout)
+    if isinstance(module, (LatentAttention, DifferentialAttention)):
+        fitting = [name for name, variant in VARIANTS.items() if isinstance(module, variant.kind)]
+        raise bad_type(
+            f"export as {layout!r}",
+            expected="a MultiHeadAttention or an AttentionBlock",
+            received=type(module).__name__,
+            remedy=f"layout={fitting[0]!r}",
+        )
     canonical.check_expressible(module, chosen)
     layer, tensors = canonical.take(module)
     canonical.check_biases(
@@ -265,7 +291,10 @@ def _check_given(state_dict: object, num_heads: int | None) -> int:
 
 
 def _named(name: str) -> Layout:
-    """The layout of this name."""
+    """The layout of this name, of `MultiHeadAttention`."""
+    if name in VARIANTS:
+        kind = VARIANTS[name].kind.__name__
+        raise bad_value("layout", expected="one of MultiHeadAttention", received=f"{name!r}, of {kind}", remedy="load")
     if name not in LAYOUTS:
         raise bad_value(
             "layout", expected=f"one of {', '.join(names())}", received=repr(name), remedy=_nearest(name, names())
@@ -308,6 +337,33 @@ def _select(state_dict: Mapping[str, Tensor], prefix: str, name: str) -> tuple[T
                 key, expected="a floating-point tensor", received=received, remedy="dequantise the weights first"
             )
     return tensors, layout
+
+
+def _variant(state_dict: Mapping[str, Tensor], prefix: str, name: str) -> tuple[VariantLayout, Tensors] | None:
+    """The layout of another kind of layer whose marker is among the keys under the prefix, and the tensors there."""
+    candidates = list(VARIANTS.values()) if name == "auto" else [VARIANTS[name]] if name in VARIANTS else []
+    dotted = prefix if not prefix or prefix.endswith(".") else f"{prefix}."
+    for each in (prefix, dotted):
+        tensors = _under(state_dict, each)
+        for layout in candidates:
+            if layout.marker in tensors:
+                return layout, tensors
+    markers = tuple(f".{layout.marker}" for layout in candidates)
+    nested = sorted(key for key in _under(state_dict, dotted) if key.endswith(markers)) if markers else []
+    if nested:
+        first = next(nested[0].removesuffix(marker) for marker in markers if nested[0].endswith(marker))
+        more = f" (or another of {len(nested)})" if len(nested) > 1 else ""
+        raise bad_value(
+            "state_dict",
+            expected="the keys of one attention layer",
+            received="keys with a prefix",
+            remedy=f"prefix={dotted + first + '.'!r}{more}",
+        )
+    if name in VARIANTS:
+        marker = VARIANTS[name].marker
+        received = sorted(_under(state_dict, dotted))[:12]
+        raise bad_value("state_dict", expected=f"{marker!r}, as layout {name!r} has it", received=received)
+    return None
 
 
 def _no_match(tensors: Tensors, prefix: str, candidates: list[Layout]) -> ValueError:

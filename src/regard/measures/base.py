@@ -346,6 +346,7 @@ class Measure:
     needs_logs: ClassVar[bool] = False
     needs_all_heads: ClassVar[bool] = False  # whether a strip must hold all of them
     needs_scores: ClassVar[bool] = False  # whether weights alone, of attention written by hand, are not enough
+    needs_probabilities: ClassVar[bool] = False  # whether it means nothing where weights may be below 0
     query_tensors: ClassVar[int] = 0  # how many tensors (B, H, N) `begin` makes, for `Plane.reserve_rows`
     shareable: ClassVar[bool] = False  # whether `prepare`, `reduction` and `counted` use no values and no out_weight
     untabled: ClassVar[tuple[str, ...]] = ()  # results that roles are told by, and that are no column of a table

@@ -30,6 +30,7 @@ class Contribution(Measure):
     gives = {"contribution": "query", "contributed": "key"}
     query_tensors = 1
     needs_out_weight = True
+    needs_probabilities = True
 
     def __init__(self, out_weight: Tensor | None = None) -> None:
         self.out_weight = out_weight
@@ -89,6 +90,7 @@ class Divergence(Measure):
     gives = {"divergence": "sum"}
     needs_logs = True
     needs_all_heads = True
+    needs_probabilities = True
 
     def __init__(self, smooth: float = 0.0) -> None:
         self.smooth = smooth

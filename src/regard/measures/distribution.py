@@ -36,6 +36,7 @@ class Entropy(PerQuery):
 
     gives = {"entropy": "query"}
     shareable = True
+    needs_probabilities = True
     needs_logs = True
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
@@ -85,6 +86,7 @@ class Offset(PerQuery):
 
     gives = {"offset": "query"}
     shareable = True
+    needs_probabilities = True
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
         # Counted from the strip's own first position: small numbers keep the digits.
@@ -98,6 +100,7 @@ class Distance(PerQuery):
 
     gives = {"distance": "query"}
     shareable = True
+    needs_probabilities = True
 
     def of(self, strip: Strip, prepared: Any) -> Tensor:
         # Keys before all the strip's queries, or after all of them, are one matrix product: |i - j| is i - j or j - i.

@@ -19,8 +19,9 @@ from regard.parallel.collectives import Ranks
 from regard.parallel.heads import check_both, layers_of, settings_of
 from regard.parallel.sharded_layer import install, sharding_of
 from regard.parallel.token_layout import Method, SequenceSharding
+from regard.variants import DifferentialAttention, LatentAttention
 
-__all__ = ["shard_sequence"]
+__all__ = ["refuse_other_attention", "shard_sequence"]
 
 
 def shard_sequence(
@@ -59,6 +60,7 @@ def shard_sequence(
     given = sequence if isinstance(sequence, SequenceSharding) else None
     ranks = Ranks.of(sequence) if given is None else given.ranks  # type: ignore[arg-type]
     layers, _ = layers_of(module)
+    refuse_other_attention(module)
     settings = (
         {"method": method, "balance": balance} if given is None else {"method": given.method, "balance": given.balance}
     )
@@ -82,6 +84,18 @@ def shard_sequence(
         sums(module, (), {})
         module.register_forward_pre_hook(sums, with_kwargs=True, prepend=True)  # others may replace the parameters
     return module
+
+
+def refuse_other_attention(module: nn.Module) -> None:
+    """Raise for attention of regard that would attend to the tokens of its own rank alone."""
+    for name, part in module.named_modules():
+        if isinstance(part, (LatentAttention, DifferentialAttention)):
+            raise bad_value(
+                name or "module",
+                expected="MultiHeadAttention, which attends to the tokens of all ranks",
+                received=type(part).__name__,
+                remedy="shard_heads, which leaves it whole on every rank",
+            )
 
 
 def _install(module: nn.Module, layers: dict[str, MultiHeadAttention], sequence: SequenceSharding) -> None:

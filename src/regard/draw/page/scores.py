@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.draw.page.numbers import Blob, round_to
 from regard.draw.scene import Panel
-from regard.heads.record.sequences import cut
+from regard.heads.record.cuts import cut
 from regard.kernels import Call
 
 __all__ = ["has_mask_or_bias", "scores"]

@@ -18,6 +18,7 @@ from regard.errors import bad_value
 from regard.heads.analysis.evidence import AFTER, BEFORE, NEAR, Evidence, TokenFacts, evidence_of
 from regard.heads.analysis.intervals import interval
 from regard.heads.analysis.token_facts import checked_tokens, facts_of, first_of_target, tokens_of
+from regard.heads.record.signed_weights import refuse_signed
 from regard.heads.record.table import Shown, Table
 
 if TYPE_CHECKING:
@@ -282,6 +283,7 @@ def roles(
                 remedy="set `seen.tokens` before `seen.save(path)`",
             )
         rows = None if given is None else checked_tokens(layer, given)
+        refuse_signed("roles", layer.name, layer.signed)
         evidence = evidence_of_layer(record, layer, rows, shared)
         if evidence is None:
             raise bad_value(
@@ -342,7 +344,7 @@ def evidence_of_layer(
     total, shared = layer.evidence, Shared() if shared is None else shared
     if layer.kind == "self":
         for text in (*layer.earlier, layer.text):
-            if text is not None and text.keeps_calls():
+            if text is not None and text.keeps_calls() and not text.signed:
                 facts = shared.facts_of(record, text, tokens if text is layer.text else None)
                 found = evidence_of(text, facts, shared.uniform)
                 total = found if total is None else total + found

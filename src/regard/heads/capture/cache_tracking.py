@@ -188,7 +188,7 @@ def trimmed(attention: ObservedCall) -> ObservedCall:
     """The call without trailing keys that no query may see: a cache of fixed size is longer than the sequence."""
     _, _, n, m = attention.shape
     call = attention.call
-    if attention.kind != "self" or n >= m or attention.cache is not None:
+    if attention.kind != "self" or n >= m or attention.cache is not None or attention.subtracted is not None:
         return attention
     if call is None:
         assert attention.weights is not None

@@ -36,7 +36,7 @@ from regard.heads.capture.function_modes import CaptureMode, follow_other_thread
 from regard.heads.capture.handwritten import FUNCTIONS
 from regard.heads.capture.handwritten_calls import HandwrittenCalls
 from regard.heads.capture.module_stack import Frame, ModuleStack
-from regard.heads.capture.observed import ObservedCall
+from regard.heads.capture.observed import ObservedCall, Subtracted
 from regard.heads.capture.output_projection import ProjectionTracker
 from regard.heads.capture.streams import Streams
 from regard.heads.capture.torch_functions import AttendObserver, handler_of
@@ -252,7 +252,7 @@ class AttentionCapture:
         self.projections.expected.clear()
 
 
-def _detached(x: Call | Tensor) -> Call | Tensor:
+def _detached(x: Call | Tensor | Subtracted) -> Call | Tensor | Subtracted:
     return x.detached() if isinstance(x, Call) else x.detach()
 
 

@@ -16,7 +16,19 @@ from regard.heads.capture.output_projection import Projection
 from regard.heads.capture.registry import GatherHeads
 from regard.kernels import Call
 
-__all__ = ["ObservedCall", "with_uniform_weights"]
+__all__ = ["ObservedCall", "Subtracted", "with_uniform_weights"]
+
+
+@dataclass
+class Subtracted:
+    """The second term of a difference of two attentions: its weights times `factor` are subtracted."""
+
+    call: Call  # with the values, mask, biases and positions of the first
+    factor: Tensor  # a number
+
+    def detach(self) -> Subtracted:
+        """The same without gradients."""
+        return Subtracted(self.call.detached(), self.factor.detach())
 
 
 @dataclass
@@ -31,6 +43,7 @@ class ObservedCall:
     kind: Literal["self", "cross"]
     call: Call | None = None
     weights: Tensor | None = None
+    subtracted: Subtracted | None = None  # if the weights are those of `call` minus those of another one
     ids: Tensor | None = None  # (1|B, N)
     padding: Tensor | None = None  # (B, 1, N) True for padding queries; None if there is no padding
     out_weight: Tensor | None = None  # (W, H * E)
@@ -81,4 +94,4 @@ def with_uniform_weights(attention: ObservedCall) -> ObservedCall:
         mask = mask.part(call.whole(), slice(0, 1), 0)
     q, k = (x.new_zeros(x.shape[0], 1, x.shape[2], 1, dtype=call.dtype) for x in (call.q, call.k))
     uniform = replace(call, q=q, k=k, v=k, scale=1.0, softcap=None, biases=(), sinks=None, dropout=None, mask=mask)
-    return replace(attention, call=uniform, gather_heads=None, global_call=None)
+    return replace(attention, call=uniform, subtracted=None, gather_heads=None, global_call=None)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from regard.heads.capture.module_stack import Frame
 from regard.heads.module_names import OUTPUT_PROJECTIONS, is_conv1d
 from regard.kernels.precision import fixed_precision
+from regard.variants import LatentAttention
 
 if TYPE_CHECKING:
     from regard.heads.capture.capture import AttentionCapture
@@ -80,6 +81,11 @@ class ProjectionTracker:
         has one by a known name. Without `check` its input is known to be the heads' outputs."""
         values = attention.output if attention.call is None else attention.call.v
         if not self.capture.needs_projection or self.capture.changes or values is None:
+            return
+        if isinstance(frame.module, LatentAttention) and frame.module.absorb:  # the values are latents
+            weight, bias = frame.module.absorbed_out_weight().detach(), frame.module.out_proj.bias
+            attention.out_weight = weight
+            attention.projection = Projection.of_heads(weight, None if bias is None else bias.detach())
             return
         parent = None if frame.parent is None else frame.parent.module
         key = (frame.module, parent, attention.shape[1] * values.shape[3])

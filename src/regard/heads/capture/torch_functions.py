@@ -26,8 +26,10 @@ from regard.heads.capture.flex import from_flex, learned_by
 from regard.heads.capture.head_axes import HeadAxes, reorder_mask
 from regard.heads.capture.module_stack import Frame
 from regard.heads.capture.multi_head_attention import multi_head_attention_forward
+from regard.heads.capture.observed import Subtracted
 from regard.heads.capture.sdpa import from_sdpa
 from regard.kernels import Call, observed_by
+from regard.variants.difference import attend_difference
 
 if TYPE_CHECKING:
     from regard.heads.capture.capture import AttentionCapture
@@ -189,6 +191,20 @@ class AttendObserver:
         computed = self.capture.compute(frame, attention, any_row=True)
         return compute() if computed is None else computed  # (None: the layer was not asked for)
 
+    def difference(self, first: Call, second: Call, factor: Tensor, compute: Callable[[], Tensor]) -> Tensor:
+        """Two attentions to the same values, one subtracted from the other: observed as one."""
+        frame, out = self.frame or self.capture.frames.current(), compute()
+        if frame is None or self.capture.inside_attention:
+            return out
+        both: dict[str, Any] = {"call": first, "subtracted": Subtracted(second, factor)}
+        return self.capture.report(frame, self.capture.describe(frame, first.shape, self.stream, **both), out)
+
+
+def _attend_difference(capture: AttentionCapture, frame: Frame, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+    """As `_attend`: `regard.variants.difference` hands over both calls, where they run."""
+    with observed_by(AttendObserver(capture, frame, capture.streams.of(args[0]))):
+        return func(*args, **kwargs)
+
 
 def _registered(capture: AttentionCapture, frame: Frame, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
     """Attention of which other processes compute other heads or tokens. All processes observe it at the same time,
@@ -224,6 +240,7 @@ HANDLERS: dict[Any, Handler] = {
     F.scaled_dot_product_attention: _scaled_dot_product_attention,
     F.multi_head_attention_forward: multi_head_attention_forward,
     attend: _attend,
+    attend_difference: _attend_difference,
 }
 OPERATOR_HANDLERS: dict[str, Handler] = {  # by name: the operators exist only once their modules are imported
     "flex_attention": _flex_attention,

@@ -133,6 +133,10 @@ def _check_inputs(record: LayerRecord) -> None:
     raise bad_value(
         f"source of {record.name}",
         expected='q, k and v of a watch with keep="qkv"',
-        received="attention by hand" if by_hand else "a cache that rotates its keys anew" if rolling else "none",
-        remedy='what="output" or what="pattern"' if by_hand or rolling else 'watch(model, keep="qkv")',
+        received="the difference of two softmaxes"
+        if record.signed
+        else ("attention by hand" if by_hand else "a cache that rotates its keys anew" if rolling else "none"),
+        remedy='what="output"'
+        if record.signed
+        else ('what="output" or what="pattern"' if by_hand or rolling else 'watch(model, keep="qkv")'),
     )

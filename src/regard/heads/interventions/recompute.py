@@ -111,6 +111,8 @@ def check_inputs(attention: ObservedCall, what: str) -> None:
 def _check(attention: ObservedCall) -> None:
     """Raise if the output of an attention does not follow from what is known of it."""
     call, unsure, remedy = attention.call, attention.unsure, ""
+    if attention.subtracted is not None:
+        unsure, remedy = "the difference of two softmaxes", 'mode="zero", "mean", or "patch" with what="output"'
     learns = torch.is_grad_enabled() and call is not None and any(x.requires_grad for x in (call.q, call.k))
     if learns and call is not None and any(isinstance(bias, FlexBias) for bias in call.biases):
         unsure, remedy = "a score_mod of flex_attention, with gradients", "torch.no_grad()"

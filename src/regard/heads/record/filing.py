@@ -18,11 +18,12 @@ from typing import Any, Literal
 import torch
 
 from regard.heads.capture.cache_tracking import SequenceTracker, trimmed
-from regard.heads.capture.observed import ObservedCall
+from regard.heads.capture.observed import ObservedCall, Subtracted
 from regard.heads.module_names import applies_rotary
 from regard.heads.record.layer_record import LayerRecord
-from regard.heads.record.sequences import Chunk, MeasuredLater, SequenceRecord, measured_later, sees_all
+from regard.heads.record.sequences import Chunk, Difference, MeasuredLater, SequenceRecord, measured_later, sees_all
 from regard.heads.record.shared_planes import SharedPlane, SharedPlanes
+from regard.kernels import Call
 from regard.measures import Measure, Measurements
 
 __all__ = ["Filing"]
@@ -121,6 +122,8 @@ class Filing:
         fresh = None if call is None else shared.fresh.get(call.q.shape[1])
         if fresh is None or call is None or attention.cache is not None or attention.gather_heads is not None:
             return None
+        if attention.subtracted is not None:
+            return None
         if _numbers(attention) > self.most_for_roles or not self.is_wanted(attention.layer):
             return None
         measurements = measured_later(attention, self.measures, fresh)
@@ -164,6 +167,7 @@ class Filing:
         piece = Chunk(
             n, shared.runs(attention, total), measurements, attention.padding, projection=attention.projection
         )
+        piece.signed = attention.subtracted is not None
         self._keep(text, piece, attention, goes_on, own)
         if layer.uniform is None:
             layer.uniform = LayerRecord(name, attention.kind, self.baselines)
@@ -216,6 +220,11 @@ class Filing:
             return
         if attention.global_call is not None:
             call = attention.global_call()
+        if attention.subtracted is not None:
+            new = slice(m - n if goes_on else 0, m)
+            _keep_difference(text, piece, call, attention.subtracted, new)
+            text.values += [call.v[:, :, new].clone()] if self.keep == "qkv" else []
+            return
         # Copies: what a model has in memory it may write over, a cache most of all.
         if attention.cache is not None:  # rotary is applied anew to its keys for every chunk
             piece.call = replace(call, q=call.q.clone(), k=call.k.clone(), v=call.v[:, :, :0], dropout=None)
@@ -230,7 +239,7 @@ class Filing:
 
     def _keeps_for_roles(self, text: SequenceRecord, attention: ObservedCall) -> bool:
         """Whether a chunk is kept for `roles`: self attention that is not too long, and not sharded over processes."""
-        if text.pieces and not text.keeps_calls():
+        if (text.pieces and not text.keeps_calls()) or attention.subtracted is not None:
             return False
         text.for_roles, text.kept = True, text.kept + _numbers(attention)
         whole = attention.cache is None and attention.global_call is None and attention.gather_heads is None
@@ -239,6 +248,15 @@ class Filing:
         text.drop_calls()
         text.kept = 0
         return False
+
+
+def _keep_difference(text: SequenceRecord, piece: Chunk, first: Call, subtracted: Subtracted, new: slice) -> None:
+    """Store copies of both calls of a difference, and of the keys of both side by side."""
+    second = subtracted.call
+    text.keys.append(torch.cat([first.k[:, :, new], second.k[:, :, new]], -1))
+    nothing = first.k[:, :, :0].clone()
+    kept = [call.of(call.q.clone(), nothing, nothing) for call in (first, second)]
+    piece.difference = Difference(*kept, factor=subtracted.factor.clone())
 
 
 def _numbers(attention: ObservedCall) -> int:

@@ -17,8 +17,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from regard.errors import bad_type, bad_value, printable
+from regard.errors import bad_value, printable
+from regard.heads.record.indices import index_of, slice_of
 from regard.heads.record.sequences import SequenceRecord, joined, plus, remeasured, sums, weights_of
+from regard.heads.record.signed_weights import check_term, refuse_signed, why_not_signed
 from regard.heads.record.table import scalars
 from regard.measures import Heatmap, Measure, MeasureLike, as_measures
 
@@ -164,6 +166,8 @@ class LayerRecord:
                 needs += self.why_not_projected() or "a gate or a norm is between them"
             if measure.needs_ids:
                 needs = "token ids, and none were found among the model's inputs"
+            if self.signed:
+                needs = why_not_signed(measure) or needs
             raise AttributeError(f"{name!r} was not measured in {printable(self.name)}: it needs {needs}")
         measured = printable(", ".join(values) or "none")
         raise AttributeError(f"{name!r} was not measured in {printable(self.name)}; there are {measured}")
@@ -228,7 +232,8 @@ class LayerRecord:
             for name, (total, count) in self._sums_of_last().items():
                 self.sums[name] = plus(total, self.sums.get(name))
                 self.counts_of_sums[name] = count + self.counts_of_sums.get(name, 0)
-            if self.text.keeps_calls() and sum(x.kept for x in (*self.earlier, self.text, text)) <= ROOM:
+            kept = self.text.keeps_calls() and not self.text.signed
+            if kept and sum(x.kept for x in (*self.earlier, self.text, text)) <= ROOM:
                 self.earlier.append(self.text)
         self.text = text
         self.texts += 1
@@ -273,6 +278,8 @@ class LayerRecord:
         rows: slice | int | None = None,
         cols: slice | int | None = None,
         batch: int | None = None,
+        *,
+        term: Literal[0, 1] | None = None,
     ) -> Tensor:
         """Exact weights of the last sequence, computed now from the q and k that were kept: (B, H, N, M), or a part.
 
@@ -280,19 +287,22 @@ class LayerRecord:
             head: one head (its axis is dropped), several, or all.
             rows, cols: queries and keys, as slices (or one, whose axis is dropped); all by default.
             batch: one item of the batch (its axis is dropped), or all.
+            term: of a difference of two softmaxes the first (0) or the second (1), without its factor; by default the
+                difference.
         """
         sequence = self._sequence
         self._check_kept()
+        check_term(term, self.name, self.signed)
         if head is None or isinstance(head, slice):
             heads = list(range(self.heads)[slice(None) if head is None else head])
         else:
             several = [head] if isinstance(head, int) or not isinstance(head, Sequence) else head
-            heads = [_index("head", number, self.heads) for number in several]
-        item = None if batch is None else _index("batch", batch, self.batch_size)
+            heads = [index_of("head", number, self.heads) for number in several]
+        item = None if batch is None else index_of("batch", batch, self.batch_size)
         items = slice(None) if item is None else slice(item, item + 1)
-        r0, r1, _ = _slice("rows", rows, sequence.queries).indices(sequence.queries)
-        c0, c1, _ = _slice("cols", cols, sequence.total).indices(sequence.total)
-        result = self._block(items, heads, slice(r0, max(r0, r1)), slice(c0, max(c0, c1)))
+        r0, r1, _ = slice_of("rows", rows, sequence.queries).indices(sequence.queries)
+        c0, c1, _ = slice_of("cols", cols, sequence.total).indices(sequence.total)
+        result = self._block(items, heads, slice(r0, max(r0, r1)), slice(c0, max(c0, c1)), term)
         if isinstance(cols, int):
             result = result[..., 0]
         if isinstance(rows, int):
@@ -300,7 +310,7 @@ class LayerRecord:
         result = result[:, 0] if isinstance(head, int) else result
         return result if batch is None else result[0]
 
-    def _block(self, items: slice, heads: list[int], rows: slice, cols: slice) -> Tensor:
+    def _block(self, items: slice, heads: list[int], rows: slice, cols: slice, term: int | None = None) -> Tensor:
         """The weights of some items, heads, queries and keys, chunk by chunk."""
         sequence = self._sequence
         keys = torch.cat(sequence.keys, 2) if len(sequence.keys) > 1 else next(iter(sequence.keys), None)
@@ -310,7 +320,7 @@ class LayerRecord:
             first += piece.queries
             if of_piece.start >= of_piece.stop:
                 continue
-            block = weights_of(piece, keys, items, heads, of_piece)
+            block = weights_of(piece, keys, items, heads, of_piece, term)
             wide = block.new_zeros(*block.shape[:3], cols.stop - cols.start)
             inside = (piece.numbers >= cols.start) & (piece.numbers < cols.stop)
             wide[..., piece.numbers[inside] - cols.start] = block[..., inside]
@@ -333,6 +343,10 @@ class LayerRecord:
                     received=repr(measure),
                     remedy="watch(model, measures=[...])",
                 )
+            if self.signed and (why := why_not_signed(measure)):
+                raise bad_value(
+                    "measures", expected=f"what weights of {self.name} have", received=f"{measure!r}: it needs {why}"
+                )
         self._check_kept()
         return remeasured(self._sequence, several, slots=slots)
 
@@ -353,6 +367,12 @@ class LayerRecord:
                 received="one that kept nothing",
                 remedy='watch(model, keep="qk")',
             )
+
+    @property
+    def signed(self) -> bool:
+        """Whether weights may be below 0: they are the difference of two softmaxes. What needs probabilities (entropy,
+        mean distance and offset, divergence, contribution, roles) is not measured then."""
+        return self.text is not None and self.text.signed
 
     @property
     def keeps_values(self) -> bool:
@@ -381,6 +401,7 @@ class LayerRecord:
     @property
     def q(self) -> Tensor:
         """The queries of the last sequence, after rotary and norms: (B, H, N, D). Needs keep="qkv"."""
+        refuse_signed("q", self.name, self.signed)
         pieces = self._sequence.pieces
         asked = not self._sequence.for_roles
         return _concatenated("q", [piece.call.q if piece.call is not None and asked else None for piece in pieces])
@@ -388,6 +409,7 @@ class LayerRecord:
     @property
     def k(self) -> Tensor:
         """The keys of the last sequence, after rotary and norms: (B, G, M, D). Needs keep="qkv"."""
+        refuse_signed("k", self.name, self.signed)
         return _concatenated("k", [None] if self._sequence.for_roles else list(self._sequence.keys) or [None])
 
     @property
@@ -474,23 +496,3 @@ def _concatenated(what: str, kept: Sequence[Tensor | None]) -> Tensor:
             remedy='watch(model, keep="qkv")',
         )
     return kept[0] if len(kept) == 1 else torch.cat(kept, -2)  # type: ignore[arg-type, return-value]
-
-
-def _slice(what: str, which: slice | int | None, size: int) -> slice:
-    if which is None:
-        return slice(0, size)
-    if not isinstance(which, slice):
-        index = _index(what, which, size)
-        return slice(index, index + 1)
-    if which.step not in (None, 1):
-        raise bad_value(what, expected="a slice without a step", received=f"{which}")
-    return which
-
-
-def _index(what: str, which: object, size: int) -> int:
-    """An index from 0; negative indices count from the end."""
-    if isinstance(which, bool) or not isinstance(which, int):
-        raise bad_type(what, expected="a number or a slice", received=repr(which))
-    if not -size <= which < size:
-        raise IndexError(f"{what} {which}: there are {size}")
-    return which % size

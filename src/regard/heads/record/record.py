@@ -14,6 +14,7 @@ from regard.errors import bad_type, bad_value
 from regard.heads.record.filing import Filing
 from regard.heads.record.layer_record import LayerRecord
 from regard.heads.record.scalars import flat_scalars
+from regard.heads.record.signed_weights import refuse_signed
 from regard.heads.record.table import Table, table
 from regard.measures import rollout
 
@@ -65,7 +66,9 @@ class Record:
         self._by_name = layers
 
     def _repr_html_(self) -> str | None:
-        return None if Record.shown_by is None or not self.by_name else Record.shown_by(self)
+        if Record.shown_by is None or not self.by_name or any(layer.signed for layer in self):
+            return None
+        return Record.shown_by(self)
 
     @property
     def layers(self) -> list[str]:
@@ -126,6 +129,8 @@ class Record:
         """Attention rollout (Abnar & Zuidema 2020) through the layers of self attention, (B, N, N): how much of each
         input token is in each output token. Needs keep="qk" and a text short enough for dense maps."""
         layers = [layer for layer in self if layer.kind == "self"]
+        for layer in layers:
+            refuse_signed("rollout", layer.name, layer.signed)
         sizes = {(layer.num_queries, layer.num_keys) for layer in layers if layer.text is not None}
         if len(sizes) != 1 or not all(n == m for n, m in sizes):
             raise bad_value("rollout", expected="self attention of one text in all layers", received=f"sizes {sizes}")

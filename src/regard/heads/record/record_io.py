@@ -174,7 +174,7 @@ def _described(layer: LayerRecord) -> dict[str, Any]:
     description = {"name": layer.name, "kind": layer.kind, "texts": layer.texts, "measures": taken}
     sizes = {"batch": layer.batch_size, "heads": layer.heads, "queries": layer.num_queries, "keys": layer.num_keys}
     uniform = {} if layer.uniform is None else {"uniform": _described(layer.uniform)}
-    return description | sizes | uniform
+    return description | sizes | ({"signed": True} if layer.signed else {}) | uniform
 
 
 def _tensors(layer: LayerRecord) -> dict[str, Tensor]:
@@ -230,6 +230,9 @@ def _layer(
     if is_baseline and sizes.heads != 1:
         raise bad_value(f"{what}.heads", expected="1, for it is one head whose weights are equal", received=sizes.heads)
     _read_last_text(what, layer, sizes, stored)
+    if description.get("signed", False) not in (False, True):
+        raise bad_type(f"{what}.signed", expected="true or false", received=short(description["signed"]))
+    layer.text.pieces[0].signed = bool(description.get("signed", False))  # type: ignore[union-attr]
     _read_sums(what, layer, sizes.heads, stored)
     layer.evidence = _evidence(what, sizes.heads, stored)
     below = _take(stored, "uniform/")

@@ -22,6 +22,8 @@ from regard.attention import measure_call, plane_of
 from regard.heads.capture.observed import ObservedCall
 from regard.heads.capture.output_projection import Projection
 from regard.heads.record.chunk_plane import known_of_padding, usable
+from regard.heads.record.cuts import STRIP, cut
+from regard.heads.record.signed_weights import Difference, measured_difference
 from regard.kernels import Call, measured_plans
 from regard.kernels.precision import fixed_precision
 from regard.kernels.run import run_measured
@@ -59,6 +61,8 @@ class Chunk:
     padding: Tensor | None = None  # (B, 1, N) True for padding queries; None if there is no padding
     call: Call | None = None  # if it was kept; without k and v if `SequenceRecord.keys` has them
     weights: Tensor | None = None  # (B, H, N, M) of handwritten attention, if they were kept
+    difference: Difference | None = None  # in place of a call, if the weights are the difference of two and were kept
+    signed: bool = False  # whether weights may be below 0
     output: Tensor | None = None  # (B, H, N, E) if it was kept
     input: Tensor | None = None  # (B, N, W) if it was kept and known
     projection: Projection | None = None  # where it is known
@@ -119,13 +123,19 @@ class SequenceRecord:
 
     def keeps_calls(self) -> bool:
         """Whether q and k of all chunks, or their weights, were kept."""
-        return bool(self.pieces) and all(p.call is not None or p.weights is not None for p in self.pieces)
+        kept = [p.call is not None or p.weights is not None or p.difference is not None for p in self.pieces]
+        return bool(kept) and all(kept)
+
+    @property
+    def signed(self) -> bool:
+        """Whether weights may be below 0: of a difference of two softmaxes."""
+        return any(piece.signed for piece in self.pieces)
 
     def drop_calls(self) -> None:
         """Free what was kept."""
         self.keys, self.values = [], []
         for piece in self.pieces:
-            piece.call = piece.weights = None
+            piece.call = piece.weights = piece.difference = None
 
     @property
     def queries(self) -> int:
@@ -230,7 +240,7 @@ def measured_later(attention: ObservedCall, measures: list[Measure], plane: Plan
     """The results of some measures for one attention call, by what is known of it (`chunk_plane`), or what gives them
     when they are asked for. If the attention is `to_compute`, its output is set, too."""
     call = attention.call
-    if call is None or attention.gather_heads is not None:
+    if call is None or attention.gather_heads is not None or attention.subtracted is not None:
         return measured(attention, measures, plane)
     with fixed_precision(call.q):
         run = MeasureRun(usable(measures, plane), plane)
@@ -250,6 +260,8 @@ def sees_all(measurements: Measurements | MeasuredLater) -> bool:
 
 def measured(attention: ObservedCall, measures: list[Measure], plane: Plane) -> Measurements:
     """The same, now."""
+    if attention.subtracted is not None:
+        return measured_difference(attention, measures, plane)
     if attention.call is not None and attention.gather_heads is None:
         measurements = measured_later(attention, measures, plane)
         return measurements() if isinstance(measurements, MeasuredLater) else measurements
@@ -335,29 +347,37 @@ def remeasured(text: SequenceRecord, measures: list[Measure], *, slots: bool = F
     survey = MeasureRun(measures, plane)
     at = 0
     for piece in text.pieces:
-        step = max(1, 2**22 // max(1, batch * heads * piece.numbers.numel()))
+        step = max(1, STRIP // max(1, batch * heads * piece.numbers.numel()))
         for row in range(0, piece.queries, step):
             of_piece = slice(row, min(row + step, piece.queries))
             weights = weights_of(piece, keys, slice(None), list(range(heads)), of_piece).to(dtype)
             of_sequence = slice(at + of_piece.start, at + of_piece.stop)
             sides = slice(0, batch), slice(0, heads), of_sequence
-            survey.add(Strip(plane, *sides, piece.runs, weights, weights.sum(-1)))
+            mass = piece.found.seen[:, :, of_piece].to(dtype) if piece.signed else weights.sum(-1)
+            survey.add(Strip(plane, *sides, piece.runs, weights, mass))
         at += piece.queries
     return survey.result().values
 
 
 def _dtype(piece: Chunk) -> torch.dtype:
     """The dtype that a chunk was measured in."""
-    if piece.call is not None:
-        return piece.call.dtype
+    call = piece.call if piece.difference is None else piece.difference.first
+    if call is not None:
+        return call.dtype
     assert piece.weights is not None
     return torch.promote_types(piece.weights.dtype, torch.float32)
 
 
-def weights_of(piece: Chunk, keys: Tensor | None, items: slice, heads: list[int], rows: slice) -> Tensor:
-    """Some rows of some heads of some texts of a piece: (b, h, n, m)."""
+def weights_of(
+    piece: Chunk, keys: Tensor | None, items: slice, heads: list[int], rows: slice, term: int | None = None
+) -> Tensor:
+    """Some rows of some heads of some texts of a piece: (b, h, n, m). `term`: one of the two of a difference."""
     if piece.weights is not None:
         return piece.weights[items][:, heads, rows]
+    if piece.difference is not None:
+        assert keys is not None
+        with torch.no_grad():
+            return piece.difference.weights(keys[:, :, piece.numbers], items, heads, rows, term)
     call = piece.call
     assert call is not None
     k = call.k if keys is None or call.k.shape[2] else keys[:, :, piece.numbers]
@@ -379,33 +399,6 @@ def runs(numbers: Tensor) -> list[slice]:
     breaks = ((numbers[1:] - numbers[:-1]) != 1).nonzero().flatten().add(1).tolist()
     ends = [0, *breaks, numbers.numel()]
     return [slice(int(numbers[a]), int(numbers[b - 1]) + 1) for a, b in pairwise(ends) if b > a]
-
-
-def cut(call: Call, items: slice, heads: list[int], rows: slice) -> Call:
-    """The part of a call that some texts, heads and rows need: exact, for a row's weights depend on its own scores."""
-    shared = call.shape[1] // call.k.shape[1]
-    index = torch.tensor(heads, device=call.q.device)
-
-    def of_heads(x: Tensor) -> Tensor:
-        return x[:, index] if x.shape[1] > 1 else x
-
-    def of_items(x: Tensor) -> Tensor:
-        return x[items] if x.shape[0] > 1 else x
-
-    tile = call.tile(slice(*items.indices(call.shape[0])), rows, slice(0, call.shape[3]))
-    mask = None if call.mask is None else Keep(of_heads(call.mask.block(tile)))
-    return replace(
-        call,
-        q=call.q[items][:, index, rows],
-        k=call.k[items][:, index // shared],
-        v=call.v[items][:, index // shared],
-        mask=mask,
-        biases=tuple(bias.part(tile, index) for bias in call.biases),
-        positions=of_items(call.positions_of_queries(rows)),
-        key_positions=None if call.key_positions is None else of_items(call.key_positions),
-        sinks=None if call.sinks is None else of_items(call.sinks)[:, index],
-        dropout=None,
-    )
 
 
 def _joined_links(parts: list[TopLinks]) -> TopLinks:

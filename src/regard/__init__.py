@@ -11,6 +11,7 @@ from regard.cache import KVCache, RollingCache
 from regard.draw import look
 from regard.heads import ablate, importance, prune, watch
 from regard.heads.analysis.atlas import atlas
+from regard.kernels.merging import merge
 from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.layouts import swap
 
@@ -39,6 +40,7 @@ __all__ = [
     "masks",
     "measure",
     "measures",
+    "merge",
     "models",
     "parallel",
     "positions",

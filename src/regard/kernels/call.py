@@ -4,7 +4,8 @@ A kernel is a module (or object) with
 
     name                                  what `kernel="..."` names
     why_not(call) -> str | None           None where it can serve the call, else why not, in words
-    forward(call) -> (out, lse)           out (B, H, N, E) in q's dtype; lse (B, H, N) in `accumulation_dtype`
+    forward(call) -> (out, lse)           out (B, H, N, E) in q's dtype; lse (B, H, N) in `accumulation_dtype`, with a
+                                          gradient where `why_not` gives no reason for a call that `needs_lse`
     backward(call, out, lse, d_out, wanted)
                                           the gradients of `call.learned()` that are wanted; out and lse may cover more
                                           keys than the call (ring attention merges partial results)
@@ -69,6 +70,7 @@ class Call:
     key_positions: Tensor | None = None  # (1|B, M)
     sinks: Tensor | None = None  # (1|B, H)
     dropout: Dropout | None = None
+    needs_lse: bool = False  # whether the caller asked for the log-sum-exp, too
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

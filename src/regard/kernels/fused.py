@@ -47,6 +47,8 @@ def why_not(call: Call) -> str | None:
         return "under torch.func it falls back to the N x M matrix"
     if torch.is_grad_enabled() and any(b.weight.requires_grad for b in call.biases):
         return "it gives no gradient to a bias"
+    if call.needs_lse and (reason := _why_no_lse(call)) is not None:
+        return reason
     causal, rest = call.derive(_split)
     if (rest or call.biases) and torch.onnx.is_in_onnx_export():
         return "in ONNX a row that may see nothing would get the mean of the values"
@@ -63,6 +65,17 @@ def why_not(call: Call) -> str | None:
         return "queries hold NaN or inf, and it would make 0 of such a row"
     if not _runs_fused(call):
         return f"torch has no fused attention for {call.q.dtype} on {call.q.device.type} with these shapes"
+    return None
+
+
+def _why_no_lse(call: Call) -> str | None:
+    """In words, where torch does not give the log-sum-exp."""
+    if not call.q.is_cpu:
+        return "torch gives the log-sum-exp on CPUs alone"
+    if traced(call.q, call.k, call.v):
+        return "torch does not give the log-sum-exp to compilers and torch.func"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in call.learned()):
+        return "it gives no gradient of the log-sum-exp"
     return None
 
 

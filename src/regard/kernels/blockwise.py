@@ -27,7 +27,7 @@ from regard import tuning
 from regard.kernels import operators
 from regard.kernels.call import Call
 from regard.kernels.reference import weigh_visible
-from regard.kernels.strips import StripPlan, keys_seen, plan_strips, rows_per_strip
+from regard.kernels.strips import StripPlan, keys_seen, plan_strips, rows_per_strip, sides
 from regard.masks import Tile
 from regard.masks.base import of_batch
 from regard.measures import MeasureRun, Strip
@@ -377,23 +377,24 @@ def _chunks(call: Call, height: int, width: int, *, together: bool = False) -> I
     shared = heads // groups
     seen = keys_seen(call)
     row_scores = shared * max(seen, 1)  # of one kv head
-    rows = height or min(rows_per_strip(row_scores, groups), queries if seen == keys else tuning.MANY_ROWS)
+    most_rows, tile_keys = sides(call)
+    rows = height or min(rows_per_strip(row_scores, groups), queries if seen == keys else most_rows)
     g = min(groups, max(1, tuning.STRIP // (row_scores * min(rows, queries))))
+    if call.mask is not None and call.mask.grain() is not None and not call.mask.shared_by_heads():
+        g = 1  # each kv head has strips of its own
     if together:
         g, rows = groups, min(rows, max(1, 4 * tuning.STRIP // (row_scores * groups)))
     whole_items = g == groups and rows >= queries
     c = min(batch, max(1, tuning.STRIP // (row_scores * g * min(rows, queries)))) if whole_items else 1
-    strips_of = plan_strips(call, rows, width or min(tuning.TILE, max(keys, 1)))
+    strips_of = plan_strips(call, rows, width or min(tile_keys, max(keys, 1)))
     careful = call.mask is not None and not call.keys_are_finite
     for b in range(0, batch, c):
         items = slice(b, min(b + c, batch))
-        strips = strips_of(items)
         for h in range(0, groups, g):
             kv_heads = slice(h, min(h + g, groups))
+            q_heads = slice(kv_heads.start * shared, kv_heads.stop * shared)
             k, v = (x[items, kv_heads].to(call.dtype).flatten(0, 1) for x in (call.k, call.v))
-            yield _Chunk(
-                call, items, kv_heads, slice(kv_heads.start * shared, kv_heads.stop * shared), k, v, strips, careful
-            )
+            yield _Chunk(call, items, kv_heads, q_heads, k, v, strips_of(items, q_heads), careful)
 
 
 def _select(x: Tensor, runs: list[slice]) -> Tensor:

@@ -165,7 +165,7 @@ class Call:
         """A rectangle of the plane, as masks want it."""
         items = self.q.shape[0] if batch.stop is None else batch.stop - (batch.start or 0)
         positions = self.positions_of_queries(rows, batch), self.positions_of_keys(cols, batch)
-        return Tile(self.q.shape[2], batch, rows, cols, *positions, items, self.q.shape[1])
+        return Tile(self.q.shape[2], batch, rows, cols, *positions, items, self.q.shape[1], self.k.shape[2])
 
     def whole(self) -> Tile:
         """The whole plane as one tile."""

@@ -131,7 +131,8 @@ def attend(
         mask: who may see whom: a `regard.masks` object, or a boolean tensor (True = may attend) of shape (N, M),
             (B, N, M) or (B, H, N, M).
         bias: added to the scores: a tensor (N, M) or (B, H, N, M), axes of 1 allowed, with gradient if it wants one; a
-            bias object (`positions.Alibi`, `positions.RelativeBias`); or a list of them.
+            bias object (`positions.Alibi`, `positions.RelativeBias`) or a function of the scores
+            (`positions.ScoreMod`); or a list of them.
         positions: where the queries stand, (N,) or (B, N), or the first one's position. By default the last query
             stands at the last key.
         key_positions: where the keys stand, (M,) or (B, M); 0..M-1 by default.

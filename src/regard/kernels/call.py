@@ -52,6 +52,8 @@ class Call:
 
     scores = q k^T * scale; softcap * tanh(scores / softcap); + biases; mask; softmax (sinks in denominator); dropout
 
+    A bias may be a function of the scores (`positions.ScoreMod`), in its place among the others.
+
     Positions are None where they are contiguous: keys 0..M-1, queries `q_start`, `q_start` + 1, ...
     Every tensor but q, k, v leads with a batch axis of 1 or B, so that vmap can fold its axis into the batch.
 
@@ -82,6 +84,11 @@ class Call:
     def dtype(self) -> torch.dtype:
         """The dtype to accumulate in."""
         return accumulation_dtype(self.q.dtype)
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether a bias is a function of the scores (`positions.ScoreMod`)."""
+        return any(bias.changes_scores for bias in self.biases)
 
     @property
     def contiguous(self) -> bool:
@@ -176,7 +183,8 @@ class Call:
         (B, g, m, E): mask, biases and positions are sliced to match. Without dropout, whose random numbers belong to
         the whole call."""
         tile = self.tile(slice(None), rows, cols)
-        contiguous = self.contiguous
+        # Keys count from 0 again, unless a bias may ask where they stand.
+        contiguous = self.contiguous and (not cols.start or all(b.by_distance or b.is_dense for b in self.biases))
         return replace(
             self,
             q=q,

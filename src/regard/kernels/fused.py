@@ -32,6 +32,8 @@ def why_not(call: Call) -> str | None:
         return "SDPA has its own dropout RNG and runs unfused with dropout"
     if call.softcap is not None:
         return "it has no softcap"
+    if call.changes_scores:
+        return "it adds to scores, and cannot change them by a function (positions.ScoreMod)"
     if call.sinks is not None:
         return "it has no sinks"
     if call.q.shape[3] != call.v.shape[3]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from regard import tuning
@@ -25,6 +25,13 @@ class StripPlan:
     @property
     def width(self) -> int:
         return sum(run.stop - run.start for run in self.runs)
+
+    def places(self) -> Iterator[tuple[slice, slice]]:
+        """Where each run is, in the strip and in the key tensor."""
+        at = 0
+        for run in self.runs:
+            yield slice(at, at + run.stop - run.start), run
+            at += run.stop - run.start
 
 
 def plan_strips(call: Call, rows: int, width: int) -> Callable[[slice, slice], list[StripPlan]]:

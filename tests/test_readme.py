@@ -1,4 +1,4 @@
-"""The Python blocks of the README, docs/from_torch.md and docs/variants.md run, in order, as one program each; what is
+"""The Python blocks of the README, docs/from_torch.md and docs/latent.md run, in order, as one program each; what is
 said that they print is what they print."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK = re.compile(r"```(\w+(?: \w+)?)\n(.*?)```", re.DOTALL)
 
 
 @pytest.mark.parametrize(
-    "page", [README, ROOT / "docs" / "from_torch.md", ROOT / "docs" / "variants.md"], ids=lambda page: page.name
+    "page", [README, ROOT / "docs" / "from_torch.md", ROOT / "docs" / "latent.md"], ids=lambda page: page.name
 )
 def test_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)  # it writes files

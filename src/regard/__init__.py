@@ -11,6 +11,7 @@ from regard.cache import KVCache, LatentCache, RollingCache
 from regard.draw import look
 from regard.heads import ablate, importance, monitor, prune, watch
 from regard.heads.analysis.atlas import atlas
+from regard.kernels.merging import merge
 from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.layouts import swap
 from regard.variants import DifferentialAttention, LatentAttention
@@ -43,6 +44,7 @@ __all__ = [
     "masks",
     "measure",
     "measures",
+    "merge",
     "models",
     "monitor",
     "parallel",

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from distributed.compare import BATCH, HEAD, HEADS, TOKENS, WIDTH, Case, layer, normal, shaken
 from regard import AttentionBlock
 from regard.kernels import available
-from regard.masks import Causal, Documents, Hide, Keep, Padding, Prefix, Window
+from regard.masks import Blocks, Causal, Chunk, Documents, Hide, Keep, Padding, Prefix, Window
 from regard.positions import Alibi, DynamicNTK, RelativeBias, Rotary
 
 
@@ -42,6 +42,8 @@ def masks(tokens: int = TOKENS, keys: int = TOKENS, heads: int = HEADS, batch: i
         "keep": Padding(keep=flags(batch, keys)),
         "documents": Documents(integers(3, batch, tokens).sort(1).values, integers(3, batch, keys).sort(1).values),
         "scattered documents": Documents(integers(3, batch, tokens), integers(3, batch, keys, seed=7)),
+        "causal chunks": Causal() & Chunk(5, start=1),
+        "blocks of each head": Blocks(integers(-(-keys // 3) + 1, batch, heads, -(-tokens // 4), 2) - 1, 3, 4),
         "causal or prefix": Causal() | Prefix(7),
         "causal or prefixes": Causal() | Prefix(integers(keys, batch)),
         "pairs": Keep(flags(tokens, keys)),

@@ -4,7 +4,8 @@ A kernel is a module (or object) with
 
     name                                  what `kernel="..."` names
     why_not(call) -> str | None           None where it can serve the call, else why not, in words
-    forward(call) -> (out, lse)           out (B, H, N, E) in q's dtype; lse (B, H, N) in `accumulation_dtype`
+    forward(call) -> (out, lse)           out (B, H, N, E) in q's dtype; lse (B, H, N) in `accumulation_dtype`, with a
+                                          gradient where `why_not` gives no reason for a call that `needs_lse`
     backward(call, out, lse, d_out, wanted)
                                           the gradients of `call.learned()` that are wanted; out and lse may cover more
                                           keys than the call (ring attention merges partial results)
@@ -51,6 +52,8 @@ class Call:
 
     scores = q k^T * scale; softcap * tanh(scores / softcap); + biases; mask; softmax (sinks in denominator); dropout
 
+    A bias may be a function of the scores (`positions.ScoreMod`), in its place among the others.
+
     Positions are None where they are contiguous: keys 0..M-1, queries `q_start`, `q_start` + 1, ...
     Every tensor but q, k, v leads with a batch axis of 1 or B, so that vmap can fold its axis into the batch.
 
@@ -69,6 +72,7 @@ class Call:
     key_positions: Tensor | None = None  # (1|B, M)
     sinks: Tensor | None = None  # (1|B, H)
     dropout: Dropout | None = None
+    needs_lse: bool = False  # whether the caller asked for the log-sum-exp, too
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -80,6 +84,11 @@ class Call:
     def dtype(self) -> torch.dtype:
         """The dtype to accumulate in."""
         return accumulation_dtype(self.q.dtype)
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether a bias is a function of the scores (`positions.ScoreMod`)."""
+        return any(bias.changes_scores for bias in self.biases)
 
     @property
     def contiguous(self) -> bool:
@@ -163,7 +172,7 @@ class Call:
         """A rectangle of the plane, as masks want it."""
         items = self.q.shape[0] if batch.stop is None else batch.stop - (batch.start or 0)
         positions = self.positions_of_queries(rows, batch), self.positions_of_keys(cols, batch)
-        return Tile(self.q.shape[2], batch, rows, cols, *positions, items, self.q.shape[1])
+        return Tile(self.q.shape[2], batch, rows, cols, *positions, items, self.q.shape[1], self.k.shape[2])
 
     def whole(self) -> Tile:
         """The whole plane as one tile."""
@@ -174,7 +183,8 @@ class Call:
         (B, g, m, E): mask, biases and positions are sliced to match. Without dropout, whose random numbers belong to
         the whole call."""
         tile = self.tile(slice(None), rows, cols)
-        contiguous = self.contiguous
+        # Keys count from 0 again, unless a bias may ask where they stand.
+        contiguous = self.contiguous and (not cols.start or all(b.by_distance or b.is_dense for b in self.biases))
         return replace(
             self,
             q=q,

@@ -1,6 +1,7 @@
 """The only way into a kernel: choose one, turn autocast off, and hand the call to observers.
 
     run(call)            the output (B, H, N, E), differentiable; observers are told
+    run_with_lse(call)   the same, and the log-sum-exp (B, H, N), differentiable
     run_unobserved(call) the same, and they are not
     run_measured(...)    output and log-sum-exp while the weights are shown to measures; without gradient
     weights(call)        the N x M weights, by the reference formula
@@ -38,6 +39,7 @@ __all__ = [
     "run",
     "run_measured",
     "run_unobserved",
+    "run_with_lse",
     "weights",
 ]
 
@@ -79,13 +81,28 @@ def observed_by(observer: Observer) -> Iterator[None]:
 def run(call: Call, kernel: str = "auto") -> Tensor:
     """The output (B, H, N, E) of a call, by the kernel named; by "auto" the first that can serve and is worth it."""
     if not torch.compiler.is_compiling() and observers.stack:
-        return _run_observed(call, kernel)
+        return _run_observed(call, kernel, functools.partial(run_unobserved, call, kernel))
     return run_unobserved(call, kernel)
 
 
-def _run_observed(call: Call, kernel: str) -> Tensor:
+def run_with_lse(call: Call, kernel: str = "auto") -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, E) and log-sum-exp (B, H, N) of a call that `needs_lse`. Observers may replace the output; they
+    must have it computed, for they give no log-sum-exp."""
+    lses: list[Tensor] = []
+
+    def compute() -> Tensor:
+        with fixed_precision(call.q):
+            out, lse = choose(kernel, call).forward(call)
+        lses[:] = [lse]
+        return out
+
+    observed = not torch.compiler.is_compiling() and observers.stack
+    out = _run_observed(call, kernel, compute) if observed else compute()
+    return out, lses[0]
+
+
+def _run_observed(call: Call, kernel: str, compute: Callable[[], Tensor]) -> Tensor:
     """Each observer wraps the next. Attention that an observer computes is not observed."""
-    compute: Callable[[], Tensor] = functools.partial(run_unobserved, call, kernel)
     stack = observers.stack
     for observer in reversed(stack):
         compute = functools.partial(observer.attention, call, compute, kernel)

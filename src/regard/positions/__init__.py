@@ -1,8 +1,10 @@
-"""Where a token is: `Rotary` turns queries and keys by it, `Alibi` and `RelativeBias` add to the scores."""
+"""Where a token is: `Rotary` turns queries and keys by it, `Alibi` and `RelativeBias` add to the scores, a
+`ScoreMod` changes them."""
 
 from regard.positions.bias import Alibi, Bias, DenseBias, RelativeBias, Saturated, as_biases
 from regard.positions.rotary import Rotary, rotate
 from regard.positions.scalings import DynamicNTK, LinearScaling, Llama3, LongRoPE, YaRN
+from regard.positions.score_mod import ScoreMod
 
 Linear = LinearScaling  # its name up to 0.1
 
@@ -18,6 +20,7 @@ __all__ = [
     "RelativeBias",
     "Rotary",
     "Saturated",
+    "ScoreMod",
     "YaRN",
     "as_biases",
     "rotate",

@@ -23,9 +23,9 @@ __all__ = ["KeyValues", "read_source"]
 class KeyValues:
     """Keys and values of one call of a layer, filled by `layer(x, share=...)`. Make a new one in each forward pass.
 
-    A layer with `shares_kv=True` attends to them (`source=`), one with a `value_mix` adds to its own values those of the
-    new tokens (`value_residual=`). They carry gradients. With a cache, `keys` and `values` are views into it: valid until
-    it next changes.
+    A layer with `shares_kv=True` attends to them (`source=`), one with a `value_mix` mixes its own values with those of
+    the new tokens (`value_residual=`). They carry gradients. With a cache, `keys` and `values` are views into it, valid
+    until it next changes.
 
     Attributes:
         keys: (B, G, M, D), normalised and rotated, cached ones first.

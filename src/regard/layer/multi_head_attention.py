@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from regard.attention import BiasLike, attend, attention_weights
 from regard.cache import KVCache, RollingCache, Rotate, Slots
-from regard.errors import bad_value, no_torchscript, refuse_trace, unknown_argument
+from regard.errors import no_torchscript, refuse_trace, unknown_argument
 from regard.layer.checks import (
     SIZES,
     check_axes_given,
@@ -416,7 +416,7 @@ class MultiHeadAttention(nn.Module):
         }
 
     def _merge(self, out: Tensor, query: Tensor) -> Tensor:
-        """The heads, gated by the query's input, side by side: (B, H, N, E) -> (B, N, H * E); projected to (B, N, W)."""
+        """The heads, perhaps gated, side by side, (B, H, N, E) -> (B, N, H * E), and projected to (B, N, W)."""
         out = out.transpose(1, 2)
         if self.gate is not None:
             assert self.gate_proj is not None

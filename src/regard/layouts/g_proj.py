@@ -1,4 +1,4 @@
-"""`q_proj k_proj v_proj o_proj` and a gate called `g_proj`, for each head or for each element: Laguna, Step 3.7, LFM3."""
+"""`q_proj k_proj v_proj o_proj` and a gate called `g_proj`, per head or per element: Laguna, Step 3.7, LFM3."""
 
 from dataclasses import replace
 

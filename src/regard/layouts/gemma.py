@@ -1,5 +1,5 @@
-"""The names of `llama` with other norms: Gemma 3's weights are zero-centred; Gemma 3n normalises values too, and its last
-layers have no keys and values of their own. Only the last is told by its names: the others must be asked for."""
+"""The names of `llama` with other norms: Gemma 3's weights are zero-centred; Gemma 3n normalises values too, and its
+last layers have no keys and values of their own. Only the last is told by its names: the others must be asked for."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
 """Rotary positions of several axes: a token of a picture has a time, a row and a column, and each turns its own pairs.
 
-Pair i is turned by p[axis(i)] * f_i. The axes share out the R/2 pairs in one of four ways, here with sections of 4 and 2:
+Pair i is turned by p[axis(i)] * f_i. The axes share the R/2 pairs in one of four ways, here with sections of 4 and 2:
 
     order          pairs' axes    pairs' frequencies
     "contiguous"   0 0 0 0 1 1    f0 f1 f2 f3 f4 f5    sections side by side       Qwen2-VL, Qwen2.5-VL

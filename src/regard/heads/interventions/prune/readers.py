@@ -50,11 +50,15 @@ def read_attention(name: str, module: nn.Module) -> AttentionSizes:
 
 def _read_layer(name: str, module: nn.Module, layer: MultiHeadAttention) -> AttentionSizes:
     d, e = layer.head_dim, layer.value_head_dim
+    if layer.shares_kv:
+        raise bad_value(name, expected="keys and values of its own", received="another layer's (shares_kv=True)")
     attention = AttentionSizes(name, module, layer, d, {"query": layer.num_heads, "kv": layer.num_kv_heads})
     attention.add_rows(layer.q_proj, ("query", d))
     attention.add_rows(layer.k_proj, ("kv", d))
     attention.add_rows(layer.v_proj, ("kv", e))
     attention.add_columns(layer.out_proj, ("query", e))
+    if layer.gate is not None:
+        attention.add_rows(layer.gate_proj, ("query", e if layer.gate.per == "element" else 1))
     attention.add_parameter("sinks", 0, ("query", 1))
     attention.add_numbers(("num_heads",), ("query", 1))
     attention.add_numbers(("num_kv_heads",), ("kv", 1))

@@ -18,6 +18,7 @@ from regard.layer import KeyValues, Norm
 from regard.layouts.convert import LAYOUTS, _with_pairs
 from regard.masks import Causal, Window
 
+pytestmark = pytest.mark.slow
 B, N = 2, 11
 every = pytest.mark.parametrize("name", MODULES)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class Module:
         config: arguments of the config.
         layout: of its weights; `found`: whether "auto" finds it.
         options: of the layer, which no weight tells.
-        rotary: the class of the rotary embedding; None where it has none.
+        rotary: the class of the rotary embedding.
         kind: the layer's type, where the rotary embedding asks for it.
         layer: the number of the layer.
         arguments: of the attention, after config and layer.
@@ -46,7 +47,7 @@ class Module:
     config: dict[str, Any]
     layout: str
     options: Callable[[], dict[str, Any]]
-    rotary: str | None
+    rotary: str
     found: bool = True
     kind: str | None = None
     layer: int = 0
@@ -57,22 +58,27 @@ class Module:
     heads: int = H
     batch: int = 2
 
-    def __post_init__(self) -> None:
-        folder, attention, config = self.source
-        code = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-        self._attention = getattr(code, attention)
-        self._rotary = None if self.rotary is None else getattr(code, self.rotary)
-        self._config = getattr(importlib.import_module(f"transformers.models.{folder}"), config)
+    @cached_property
+    def code(self) -> Any:
+        """The modeling file, imported when it is needed."""
+        return importlib.import_module(f"transformers.models.{self.source[0]}.modeling_{self.source[0]}")
+
+    @cached_property
+    def embedding(self) -> Any:
+        """The rotary embedding."""
+        return getattr(self.code, self.rotary)(self.settings())
 
     def settings(self) -> Any:
-        config = self._config(**self.config)
-        config._attn_implementation = "eager"
-        return config
+        """Their config."""
+        folder, _, config = self.source
+        made = getattr(importlib.import_module(f"transformers.models.{folder}"), config)(**self.config)
+        made._attn_implementation = "eager"
+        return made
 
     def make(self, settings: Any = None, layer: int | None = None) -> nn.Module:
         """The module, every parameter drawn anew: none may be lost unseen."""
         settings = self.settings() if settings is None else settings
-        module = self._attention(settings, self.layer if layer is None else layer, *self.arguments)
+        module = getattr(self.code, self.source[1])(settings, self.layer if layer is None else layer, *self.arguments)
         generator = torch.Generator().manual_seed(7)
         for parameter in module.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.25
@@ -80,11 +86,8 @@ class Module:
 
     def angles(self, x: Tensor, positions: Tensor) -> Any:
         """What the module is given as `position_embeddings`, for positions (B, N) or (B, N, A)."""
-        if self._rotary is None:
-            return None
-        embedding = self._rotary(self.settings())
         ids = positions.movedim(-1, 0) if self.axes > 1 else positions
-        return embedding(x, ids) if self.kind is None else embedding(x, ids, self.kind)
+        return self.embedding(x, ids) if self.kind is None else self.embedding(x, ids, self.kind)
 
     def run(self, module: nn.Module, x: Tensor, positions: Tensor, allowed: Tensor, cache: Any = None, **more: Any):
         """(output (B, N, W), weights (B, H, N, M))."""
@@ -110,14 +113,14 @@ class VisionTower(Module):
 
     def make(self, settings: Any = None, layer: int | None = None) -> nn.Module:
         settings = self.settings()
-        module = self._attention(settings)
+        module = getattr(self.code, self.source[1])(settings)
         generator = torch.Generator().manual_seed(7)
         for parameter in module.parameters():
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.25
         return module.eval()
 
     def angles(self, x: Tensor, positions: Tensor) -> Any:
-        return self._rotary(self.settings())(x, positions)
+        return self.embedding(x, positions)
 
     def run(self, module: nn.Module, x: Tensor, positions: Tensor, allowed: Tensor, cache: Any = None, **more: Any):
         pictures = torch.tensor([0, len(positions)])
@@ -133,7 +136,7 @@ class Llama4Vision(VisionTower):
     """Its positions count from 1; the class token, the last one, stands at 0."""
 
     def run(self, module: nn.Module, x: Tensor, positions: Tensor, allowed: Tensor, cache: Any = None, **more: Any):
-        return module(x, self._rotary(self.settings())(x))
+        return module(x, self.embedding(x))
 
 
 def rope(**more: Any) -> dict[str, Any]:

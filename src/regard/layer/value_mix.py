@@ -34,7 +34,8 @@ class ValueMix(nn.Module):
     def reset_parameters(self) -> None:
         """Back to the start."""
         with torch.no_grad():
-            self.weight.copy_(torch.tensor(self.start))
+            for number, start in zip(self.weight, self.start, strict=True):
+                number.fill_(start)
 
     def forward(self, values: Tensor, residual: Tensor | None) -> Tensor:
         """Values (B, G, N, E) of a layer and of an earlier one, mixed."""

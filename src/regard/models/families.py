@@ -309,10 +309,7 @@ def _llama(name: str, **fixed: Any) -> Family:
 _SMOLLM3 = replace(
     _llama("smollm3"),
     fields=_LLAMA_FIELDS
-    | {
-        "num_kv_heads": key("num_key_value_heads", default=4),
-        "tied": key("tie_word_embeddings", default=True),
-    },
+    | {"num_kv_heads": key("num_key_value_heads", default=4), "tied": key("tie_word_embeddings", default=True)},
     derived=(
         layers_without_positions,
         lambda settings, fields: rotary({"rope_theta": 2e6, **settings}, fields),

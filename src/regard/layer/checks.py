@@ -99,7 +99,6 @@ def check_parts(gate: object, query_scale: object, value_mix: object, *, shares_
 def check_shared(
     layer: MultiHeadAttention,
     cache: KVCache | RollingCache | None,
-    *,
     self_attention: bool,
     value_residual: object,
     share: object,

@@ -268,14 +268,15 @@ class MultiHeadAttention(nn.Module):
             (B, N, W); with `need_weights` the same and the weights.
         """
         self._check_types(query, key, value, cache, unknown)
-        shared = {"value_residual": value_residual, "share": share, "source": source}
         if query.dim() == 2:
-            options = {"mask": mask, "bias": bias, "positions": positions, "cache": cache, **shared}
+            options = {"mask": mask, "bias": bias, "positions": positions, "cache": cache}
+            options |= {"value_residual": value_residual, "share": share, "source": source}
             return self._unbatched(query, key, value, need_weights=need_weights, **options)
         key = query if key is None else key
         value = key if value is None else value
         self._check_call(query, key, value, cache)
-        check_shared(self, cache, self_attention=key is query, **shared)
+        if self.shares_kv or not (share is source is value_residual is None) or isinstance(cache, RollingCache):
+            check_shared(self, cache, key is query, value_residual, share, source)
         with nullcontext() if cache is None else self._filling(cache, query, key, value):
             if self.shares_kv:
                 q, k, v, slots = self._borrow(query, positions, source)

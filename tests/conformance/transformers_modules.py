@@ -276,6 +276,14 @@ MODULES: dict[str, Module] = {
         "Lfm3RotaryEmbedding",
         kind=FULL,
     ),
+    "step 3.7": Module(
+        ("step3p7", "Step3p7Attention", "Step3p7TextConfig"),
+        {**SIZES, **rope_by_type(), "num_hidden_layers": 1, "layer_types": [FULL], "rms_norm_eps": 1e-5},
+        "g_proj",
+        lambda: {**rotary(), "gate": Gate(), "qk_norm": Norm(weight="zero-centred", eps=1e-5)},
+        "Step3p7RotaryEmbedding",
+        kind=FULL,
+    ),
     "gemma 3": Module(
         ("gemma3", "Gemma3Attention", "Gemma3TextConfig"),
         {**SIZES, **rope_by_type(), "num_hidden_layers": 1, "layer_types": [SLIDING], "query_pre_attn_scalar": 7},

@@ -1,4 +1,4 @@
-"""Parts in any combination: cached and not, by the reference kernel and by the chosen one, copied, compiled, exported."""
+"""Parts in any combination: cached or not, by the reference kernel and the chosen one, copied, compiled, exported."""
 
 from __future__ import annotations
 

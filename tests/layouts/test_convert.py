@@ -230,7 +230,7 @@ LAYERS: dict[str, tuple[dict[str, Any], set[str]]] = {
         {"separate", "llama", "llama4", "w_q", "w_qs", "qkv_layer", "timm", "wqkv", "modernbert"},
     ),
     "kv heads": ({"num_kv_heads": 1}, {"separate", "llama", "llama4", "wqkv"}),
-    "head width": ({"head_dim": 5}, {"separate", "llama", "llama4", "w_q", "w_qs", "wqkv"}),
+    "head width": ({"head_dim": 8}, {"separate", "llama", "llama4", "w_q", "w_qs", "wqkv"}),
     "value head width": ({"head_dim": 5, "value_head_dim": 7}, {"separate", "w_qs"}),
     "input width": ({"query_dim": 7, "key_dim": 7}, {"separate", "w_q", "qkv_layer"}),
     "key width": ({"key_dim": 7}, {"separate", "w_q", "torch"}),

@@ -1,5 +1,5 @@
 """`q_proj k_proj v_proj o_proj`: the Llama family (Llama, Mistral, Qwen, Phi, gpt-oss), kv heads read from the shapes;
-with `gate_proj` AFMoE and Muse Spark. The same names, but other weights, are in "gemma", "gemma3n" and "llama4".
+with `gate_proj` AFMoE. The same names, but other weights, are in "gemma", "gemma3n" and "llama4".
 """
 
 from regard.layouts.base import IN_AND_OUT, Layout, linear

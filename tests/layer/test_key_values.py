@@ -120,25 +120,35 @@ def test_positions_of_several_axes_are_given_to_both() -> None:
     lender(x, mask=Causal(), positions=at, share=shared)
     out = borrower(x, mask=Causal(), positions=at, source=shared)
     torch.testing.assert_close(out, whole(x, mask=Causal(), positions=at), **TIGHT)
+    with pytest.raises(ValueError, match=r"positions: expected .*only the caller knows where earlier keys stand"):
+        borrower(x, mask=Causal(), source=shared)
 
 
 @torch.no_grad()
-def test_without_a_batch_compiled_copied_and_with_weights() -> None:
+def test_without_a_batch_and_copied() -> None:
     lender, borrower, whole = pair()
     x, shared = noise(11, 13), KeyValues()
     lender(x, mask=Causal(), share=shared)
     torch.testing.assert_close(borrower(x, mask=Causal(), source=shared), whole(x, mask=Causal()), **TIGHT)
+
+    twin = copy.deepcopy(borrower)
+    torch.testing.assert_close(twin(x, source=shared), borrower(x, source=shared), **TIGHT)
+    assert sorted(twin.state_dict()) == ["out_proj.bias", "out_proj.weight", "q_proj.bias", "q_proj.weight"]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiled_with_weights() -> None:
+    lender, borrower, _ = pair()
+    x = noise(2, 11, 13)
 
     def both(x: Tensor) -> tuple[Tensor, Tensor]:
         kv = KeyValues()
         return borrower(lender(x, mask=Causal(), share=kv), mask=Causal(), source=kv, need_weights=True)
 
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
-    for ours, theirs in zip(compiled(x[None]), both(x[None]), strict=True):
+    for ours, theirs in zip(compiled(x), both(x), strict=True):
         torch.testing.assert_close(ours, theirs, **TIGHT)
-    twin = copy.deepcopy(borrower)
-    torch.testing.assert_close(twin(x, source=shared), borrower(x, source=shared), **TIGHT)
-    assert sorted(twin.state_dict()) == ["out_proj.bias", "out_proj.weight", "q_proj.bias", "q_proj.weight"]
 
 
 @torch.no_grad()

@@ -76,11 +76,17 @@ def test_cached(kind: type[KVCache]) -> None:
     torch.testing.assert_close(torch.cat(parts, 1), model(x), **TIGHT)
 
 
+@pytest.mark.slow
 @torch.no_grad()
-def test_compiled_copied_stored_and_watched() -> None:
+def test_compiled() -> None:
     model, x = Two().eval(), noise(2, 11, 13)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x), **TIGHT)
+
+
+@torch.no_grad()
+def test_copied_stored_and_watched() -> None:
+    model, x = Two().eval(), noise(2, 11, 13)
     other = Two().eval()
     other.load_state_dict(copy.deepcopy(model).state_dict())
     torch.testing.assert_close(other(x), model(x), **TIGHT)

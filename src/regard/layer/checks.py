@@ -150,13 +150,13 @@ def _has_axes(layer: MultiHeadAttention) -> bool:
     return isinstance(layer.position_encoding, MultiAxisRotary)
 
 
-def check_axes_given(cache: KVCache | RollingCache | None) -> None:
-    """Raise where positions of several axes are left out although earlier tokens may have been anywhere."""
-    if cache is not None and len(cache):
+def check_axes_given(continues: bool) -> None:
+    """Raise where positions of several axes are left out although the keys there are may have been anywhere."""
+    if continues:
         raise bad_value(
             "positions",
-            expected="(N, A) or (B, N, A): with a MultiAxisRotary only the caller knows where a cached text goes on",
-            received="none, and a cache that holds tokens",
+            expected="(N, A) or (B, N, A): with a MultiAxisRotary only the caller knows where earlier keys stand",
+            received="none",
             remedy="torch.arange(len(cache), len(cache) + N), where all tokens were text",
         )
 

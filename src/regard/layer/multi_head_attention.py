@@ -372,6 +372,8 @@ class MultiHeadAttention(nn.Module):
         """The layer's own queries, and another layer's keys and values, which are placed already."""
         q = self._split(project(self.q_proj, query), self.q_norm, self.head_dim)
         k, v, slots = read_source(self, source, q)
+        if positions is None and isinstance(self.position_encoding, MultiAxisRotary):
+            check_axes_given(True)
         rotate, positions = self._rotation(positions, None)
         slots = slots if positions is None else replace(slots, positions=positions)
         return *self._place_queries(q, k, slots, rotate), v, slots
@@ -390,7 +392,7 @@ class MultiHeadAttention(nn.Module):
         if not isinstance(rotary, MultiAxisRotary):
             return self._rotate, positions
         if positions is None:
-            check_axes_given(cache)
+            check_axes_given(cache is not None and len(cache) > 0)
             return self._rotate, None
         return (lambda x, *_: rotary(x, positions)), None
 

@@ -18,7 +18,7 @@ from regard.heads.module_names import (
     is_conv1d,
     separate_projections,
 )
-from regard.layer import MultiHeadAttention
+from regard.layer import Gate, MultiHeadAttention
 from regard.layouts.swap import SwappedAttention
 from regard.positions import Alibi, RelativeBias, Rotary
 
@@ -57,7 +57,7 @@ def _read_layer(name: str, module: nn.Module, layer: MultiHeadAttention) -> Atte
     attention.add_rows(layer.k_proj, ("kv", d))
     attention.add_rows(layer.v_proj, ("kv", e))
     attention.add_columns(layer.out_proj, ("query", e))
-    if layer.gate is not None:
+    if isinstance(layer.gate, Gate):
         attention.add_rows(layer.gate_proj, ("query", e if layer.gate.per == "element" else 1))
     attention.add_parameter("sinks", 0, ("query", 1))
     attention.add_numbers(("num_heads",), ("query", 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -101,18 +102,24 @@ def test_a_text_needs_no_positions_but_with_a_cache() -> None:
     torch.testing.assert_close(torch.cat([first, rest], 1), whole, **TIGHT)
 
 
+@pytest.mark.slow
 @torch.no_grad()
-def test_compiles_and_is_copied() -> None:
-    import copy
+def test_compiles_for_any_length() -> None:
+    layer = new_layer("interleaved")
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    for n in (11, 7):
+        x, at = noise(2, n, 17), places(2, n)
+        wanted = layer(x, mask=Causal(), positions=at)
+        torch.testing.assert_close(compiled(x, mask=Causal(), positions=at), wanted, **TIGHT)
 
+
+@torch.no_grad()
+def test_is_copied() -> None:
     layer, x, at = new_layer("interleaved"), noise(2, 11, 17), places(2, 11)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, mask=Causal(), positions=at), layer(x, mask=Causal(), positions=at), **TIGHT)
     twin = copy.deepcopy(layer)
     torch.testing.assert_close(twin(x, positions=at), layer(x, positions=at), **TIGHT)
-    assert repr(
-        twin.position_encoding
-    ) == "MultiAxisRotary(12, sections=(2, 2, 2), order='contiguous', base=10000)".replace("contiguous", "interleaved")
+    wanted = "MultiAxisRotary(12, sections=(2, 2, 2), order='interleaved', base=10000)"
+    assert repr(twin.position_encoding) == wanted
 
 
 def test_refused() -> None:

@@ -126,8 +126,10 @@ class MultiAxisRotary(Rotary):
         if not isinstance(positions, Tensor):
             raise not_positions("positions", positions)
         check_integers("positions", positions)
-        shape, axes = tuple(positions.shape), len(self.sections)
-        if shape not in ((tokens,), (tokens, axes), (1, tokens, axes), (batch, tokens, axes)):
+        shape, axes = positions.shape, len(self.sections)
+        same = positions.dim() == 1 and shape[0] == tokens
+        fits = positions.dim() in (2, 3) and shape[-2] == tokens and shape[-1] == axes
+        if not same and (not fits or (positions.dim() == 3 and shape[0] not in (1, batch))):
             raise bad_value(
                 "positions",
                 expected=f"({tokens}, {axes}) or ({batch}, {tokens}, {axes}): (N, A) or (B, N, A), the axes last",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from regard import cache, draw, heads, kernels, layouts, masks, measures, models, positions, presets
+from regard import cache, draw, heads, kernels, layer, layouts, masks, measures, models, positions, presets
 from regard.attention import attend, attention_weights, explain, measure
 from regard.cache import KVCache, LatentCache, RollingCache
 from regard.draw import look
@@ -39,6 +39,7 @@ __all__ = [
     "heads",
     "importance",
     "kernels",
+    "layer",
     "layouts",
     "look",
     "masks",

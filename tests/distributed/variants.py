@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from distributed.compare import BATCH, HEAD, HEADS, TOKENS, WIDTH, Case, layer, normal, shaken
 from regard import AttentionBlock
 from regard.kernels import available
+from regard.layer import Gate, Norm
 from regard.masks import Blocks, Causal, Chunk, Documents, Hide, Keep, Padding, Prefix, Window
 from regard.positions import Alibi, DynamicNTK, RelativeBias, Rotary
 
@@ -139,6 +140,12 @@ def _layers() -> dict[str, Case]:
         "softcap": made(causal, softcap=1.7),
         "norm of heads": made(causal, qk_norm="rms", position_encoding=Rotary(HEAD), num_kv_heads=4),
         "layer norm of heads": made(qk_norm="layer", num_kv_heads=2),
+        "norms without weights, and of values": made(
+            causal, qk_norm=Norm(weight="none"), v_norm="rms", num_kv_heads=4, position_encoding=Rotary(HEAD)
+        ),
+        "zero-centred norm": made(qk_norm=Norm(weight="zero-centred"), num_kv_heads=3),
+        "gate of each element": made(causal, gate=Gate(bias=True), num_kv_heads=4, value_head_dim=7),
+        "gate of each head": made(gate=Gate("head", "softplus"), num_kv_heads=2),
         "wider values": made(causal, value_head_dim=7, num_kv_heads=6),
         "scale": made(scale=0.7),
         "all at once": made(

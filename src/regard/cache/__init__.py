@@ -1,6 +1,6 @@
 """Keys and values of earlier tokens, one cache per layer, passed in and updated in place.
 
-`KVCache` grows and keeps everything. `RollingCache` is bounded: it keeps the first few tokens and the last `window`.
+`KVCache` grows and keeps everything, as it comes or as int8; `fork` shares its tokens with another. `RollingCache` is bounded: it keeps the first few tokens and the last `window`.
 
 A layer calls `extend` with new keys and values, and gets all of them back together with their positions (`Slots`), so
 that masks and rotary are right. It does so inside `attending`, after which a cache may forget tokens.
@@ -14,5 +14,6 @@ Letters: B batch, G kv heads, N new tokens, M slots after appending, D head widt
 from regard.cache.kv_cache import KVCache
 from regard.cache.rolling_cache import RollingCache, tokens_read
 from regard.cache.slots import Rotate, Slots, together
+from regard.cache.stored import Segment, Stored, quantize
 
-__all__ = ["KVCache", "RollingCache", "Rotate", "Slots", "together", "tokens_read"]
+__all__ = ["KVCache", "RollingCache", "Rotate", "Segment", "Slots", "Stored", "quantize", "together", "tokens_read"]

@@ -86,6 +86,7 @@ def run(call: Call, kernel: str = "auto") -> Tensor:
 def _run_observed(call: Call, kernel: str) -> Tensor:
     """Each observer wraps the next. Attention that an observer computes is not observed."""
     compute: Callable[[], Tensor] = functools.partial(run_unobserved, call, kernel)
+    call = call.plain()
     stack = observers.stack
     for observer in reversed(stack):
         compute = functools.partial(observer.attention, call, compute, kernel)
@@ -99,6 +100,8 @@ def _run_observed(call: Call, kernel: str) -> Tensor:
 def run_unobserved(call: Call, kernel: str = "auto") -> Tensor:
     """As `run`, without telling observers."""
     chosen = choose(kernel, call)
+    if chosen is not native and call.stored:
+        call = call.plain()
     with fixed_precision(call.q):
         return chosen.output(call)
 
@@ -108,6 +111,7 @@ def run_measured(
 ) -> tuple[Tensor | None, Tensor]:
     """Output (None unless asked for) and log-sum-exp, while the weights are shown to some measures. The caller has
     switched gradients and autocast off."""
+    call = call.plain()
     if kernel == "auto":
         chosen = next(candidate for candidate in MEASURING if candidate.why_not(call) is None and candidate.worth(call))
     else:
@@ -117,6 +121,7 @@ def run_measured(
 
 def weights(call: Call, stage: str = "weights") -> Tensor:
     """The weights (B, H, N, M) before dropout, or the scores after an earlier step of `reference.STAGES`."""
+    call = call.plain()
     with fixed_precision(call.q):
         return reference.weights(call)[0] if stage == "weights" else reference.scores(call, stage)
 
@@ -170,4 +175,8 @@ def explain(kernel: str, call: Call) -> str:
         else:
             why = "was named" if kernel != "auto" else "is faster"
             lines.append(f"{candidate.name}: could serve, but {chosen.name} {why}")
+    if call.stored:
+        reads = chosen is native and native.reads_stored(call)
+        how = "read where they are" if reads else "copied to plain tensors for this call"
+        lines.append(f"keys and values: {call.k!r}, {how}")
     return "\n".join(lines)

@@ -175,14 +175,14 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tokens that it holds: keys, values and scales, without room to grow and without those that it
-        shares with the cache that it was forked from."""
+        """Bytes of the tokens that it holds: keys, values and scales, without room to grow, and without those that it
+        shares with forks or with the cache that it was forked from."""
         own = self._segments()[len(self._prefix) :]
         return sum(part.nbytes for pair in own for part in pair)
 
     @property
     def shared_nbytes(self) -> int:
-        """Bytes of the tokens that it shares with the cache that it was forked from."""
+        """Bytes of the tokens that it shares: they lie in memory once."""
         return sum(part.nbytes for pair in self._prefix for part in pair)
 
     @property
@@ -533,15 +533,22 @@ class KVCache:
             raise bad_value("positions", expected=expected, received=f"shape {shape_of(positions)}")
 
     def _reserve(self, stored: list[Tensor], length: int) -> None:
-        """Room for `length` tokens: twice as much as now, where it has to grow. What forks read is not written over."""
+        """Room for `length` tokens: twice as much as now, where it has to grow. What forks read is not written over, and
+        stays where it is."""
         if self._lengths is not None and (self._prefix or self._read_by_forks[0]):
             self._gather()  # rows are written where they end, which may be within what is shared
+        held, read = self._length - self._prefix_length, self._read_by_forks[0]
+        if read and self._keys is not None and (held < read or length - self._prefix_length > self._keys.shape[2]):
+            self._prefix, self._prefix_length = tuple(self._segments()), self._length
+            self._move([])
+            if len(self._prefix) > MOST_SEGMENTS:
+                self._gather()
         memories, held = self._memories(), self._length - self._prefix_length
         room = memories[0].shape[2] if memories else 0
         wanted = length - self._prefix_length
-        if memories and wanted <= room and held >= self._read_by_forks[0]:
+        if memories and wanted <= room:
             return
-        room = max(wanted, 2 * room if wanted > room else room, self.capacity - self._prefix_length)
+        room = max(wanted, 2 * room, self.capacity - self._prefix_length)
         room = room if self.limit is None else min(room, self.limit - self._prefix_length)
         # Zeros: rows of different lengths leave gaps, and a NaN in them would pass through torch's fused attention.
         grown = [like.new_zeros(*like.shape[:2], room, *like.shape[3:]) for like in stored]

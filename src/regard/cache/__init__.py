@@ -1,6 +1,7 @@
 """Keys and values of earlier tokens, one cache per layer, passed in and updated in place.
 
 `KVCache` grows and keeps everything, as it comes or as int8; `fork` shares its tokens with another. `RollingCache` is bounded: it keeps the first few tokens and the last `window`.
+`HeadCache` does so for some kv heads, and keeps all tokens of the others.
 
 A layer calls `extend` with new keys and values, and gets all of them back together with their positions (`Slots`), so
 that masks and rotary are right. It does so inside `attending`, after which a cache may forget tokens.
@@ -11,9 +12,23 @@ going back to the tensors and lengths from before it.
 Letters: B batch, G kv heads, N new tokens, M slots after appending, D head width of keys, E head width of values.
 """
 
+from regard.cache.head_cache import HeadCache, StoredHeads, StreamingHeads
 from regard.cache.kv_cache import KVCache
 from regard.cache.rolling_cache import RollingCache, tokens_read
 from regard.cache.slots import Rotate, Slots, together
 from regard.cache.stored import Segment, Stored, quantize
 
-__all__ = ["KVCache", "RollingCache", "Rotate", "Segment", "Slots", "Stored", "quantize", "together", "tokens_read"]
+__all__ = [
+    "HeadCache",
+    "KVCache",
+    "RollingCache",
+    "Rotate",
+    "Segment",
+    "Slots",
+    "Stored",
+    "StoredHeads",
+    "StreamingHeads",
+    "quantize",
+    "together",
+    "tokens_read",
+]

@@ -105,7 +105,7 @@ class Stored(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(Stored, Stored.plain, (args, kwargs or {}))
+        args, kwargs = tree_map_only(Stored, lambda stored: stored.plain(), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __repr__(self, **_: Any) -> str:

@@ -20,9 +20,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from regard.cache import StoredHeads
 from regard.errors import bad_value
 from regard.kernels import blockwise, fused, native, native_library, reference, triton
+from regard.kernels.by_heads import parts_by_heads
 from regard.kernels.call import Call, Kernel
+from regard.kernels.operators import new_output
 from regard.kernels.precision import fixed_precision
 from regard.kernels.triton.availability import why_not_on
 from regard.measures import MeasureRun
@@ -99,11 +102,24 @@ def _run_observed(call: Call, kernel: str) -> Tensor:
 
 def run_unobserved(call: Call, kernel: str = "auto") -> Tensor:
     """As `run`, without telling observers."""
+    if call.stored:
+        if isinstance(call.k, StoredHeads) and (parts := parts_by_heads(call)) is not None:
+            return _run_by_heads(call, parts, kernel)
+        if kernel not in ("auto", native.name) or native.why_not(call) is not None:
+            call = call.plain()
     chosen = choose(kernel, call)
-    if chosen is not native and call.stored:
+    if chosen is not native:
         call = call.plain()
     with fixed_precision(call.q):
         return chosen.output(call)
+
+
+def _run_by_heads(call: Call, parts: list[tuple[list[int], Call]], kernel: str) -> Tensor:
+    """The output of a call whose heads hold different tokens: each part alone."""
+    out, _ = new_output(call.q, call.v)
+    for heads, part in parts:
+        out[:, heads] = run_unobserved(part, kernel)
+    return out
 
 
 def run_measured(
@@ -176,7 +192,8 @@ def explain(kernel: str, call: Call) -> str:
             why = "was named" if kernel != "auto" else "is faster"
             lines.append(f"{candidate.name}: could serve, but {chosen.name} {why}")
     if call.stored:
-        reads = chosen is native and native.reads_stored(call)
+        parts = parts_by_heads(call) if isinstance(call.k, StoredHeads) else [([], call)]
+        reads = chosen is native and parts is not None and all(native.reads_stored(part) for _, part in parts)
         how = "read where they are" if reads else "copied to plain tensors for this call"
         lines.append(f"keys and values: {call.k!r}, {how}")
     return "\n".join(lines)

@@ -58,7 +58,8 @@ class Copied:
 
 
 def assert_same(cache: KVCache, copied: Copied, tolerance: float) -> None:
-    assert cache.keys is not None and cache.values is not None
+    assert cache.keys is not None
+    assert cache.values is not None
     assert len(cache) == copied.keys.shape[2]
     for ours, expected in ((cache.keys, copied.keys), (cache.values, copied.values)):
         ours = ours.plain() if isinstance(ours, Stored) else ours
@@ -135,7 +136,9 @@ def test_attention_over_several_places(dtype: str | None, per_group: int, querie
     fork.append(*tokens(29))
     fork = fork.fork()
     k, v = fork.append(*tokens(queries))
-    assert isinstance(k, Stored) and isinstance(v, Stored) and len(k.segments) == 3
+    assert isinstance(k, Stored)
+    assert isinstance(v, Stored)
+    assert len(k.segments) == 3
     q = torch.randn(B, G * per_group, queries, D)
     masks: list[Any] = [None, Causal(), Causal() & Padding(lengths=torch.tensor([310, 330 + queries]))]
     for mask in masks:
@@ -152,14 +155,16 @@ def test_one_row_becomes_several(dtype: str | None) -> None:
     cache = KVCache(dtype=dtype)
     cache.append(*tokens(301, batch=1))
     several = cache.fork(rows=4)
-    assert several.lengths is not None and several.lengths.tolist() == [301] * 4
+    assert several.lengths is not None
+    assert several.lengths.tolist() == [301] * 4
     new = tokens(1, batch=4)
     several.append(*new)
     several.reorder(torch.tensor([3, 3, 0]))
     k, v = several.append(*tokens(1, batch=3))
     assert storages(cache) < storages(several)
     assert several.nbytes == 3 * 2 * G * ((D + E) * 4 if dtype is None else D + E + 8)
-    assert isinstance(k, Stored) and isinstance(v, Stored)
+    assert isinstance(k, Stored)
+    assert isinstance(v, Stored)
     torch.testing.assert_close(k.plain()[:, :, 301], new[0][[3, 3, 0], :, 0], atol=0.02, rtol=0)
     q = torch.randn(3, 2 * G, 1, D)
     expected = regard.attend(q, k.plain(), v.plain(), kernel="reference")
@@ -174,12 +179,15 @@ def test_rows_of_different_lengths_are_copied() -> None:
     new = tokens(1)
     keys, _ = fork.append(*new)
     torch.testing.assert_close(keys[1, :, 2], new[0][1, :, 0])
-    assert cache.keys is not None and not torch.equal(cache.keys[1, :, 2], new[0][1, :, 0])
+    assert cache.keys is not None
+    assert not torch.equal(cache.keys[1, :, 2], new[0][1, :, 0])
     other = fork.fork()
     more = tokens(1)
     other.append(*more)
-    assert fork.lengths is not None and fork.lengths.tolist() == [7, 3]
-    assert other.lengths is not None and other.lengths.tolist() == [8, 4]
+    assert fork.lengths is not None
+    assert fork.lengths.tolist() == [7, 3]
+    assert other.lengths is not None
+    assert other.lengths.tolist() == [8, 4]
     assert not storages(fork) & storages(other)
 
 
@@ -187,8 +195,9 @@ def test_many_generations_are_gathered() -> None:
     cache = KVCache()
     for i in range(30):
         cache = cache.fork()
-        keys, _ = cache.append(torch.full((1, 1, 1, 3), float(i)), torch.zeros(1, 1, 1, 2))
-    assert keys[0, 0, :, 0].tolist() == list(range(30))
+        cache.append(torch.full((1, 1, 1, 3), float(i)), torch.zeros(1, 1, 1, 2))
+    assert cache.keys is not None
+    assert cache.keys[0, 0, :, 0].tolist() == list(range(30))
     assert len(cache._prefix) <= 9
 
 
@@ -207,14 +216,17 @@ def test_empty_once_limit_and_positions() -> None:
     placed.append(*tokens(3))
     other = placed.fork()
     slots = other.number(1)
-    assert slots.key_positions is not None and slots.key_positions.tolist() == [[5, 7, 11, 12]]
+    assert slots.key_positions is not None
+    assert slots.key_positions.tolist() == [[5, 7, 11, 12]]
     assert placed.number(1, torch.tensor([20])).key_positions.tolist() == [[5, 7, 11, 20]]  # type: ignore[union-attr]
 
 
 def test_rows_are_checked() -> None:
     cache = KVCache()
     cache.append(*tokens(3))
-    with pytest.raises(ValueError, match=r"rows: expected a positive number, of a cache of one row.*of 2 rows.*reorder"):
+    with pytest.raises(
+        ValueError, match=r"rows: expected a positive number, of a cache of one row.*of 2 rows.*reorder"
+    ):
         cache.fork(rows=3)
     with pytest.raises(ValueError, match="rows: expected a positive number"):
         KVCache().fork(rows=0)
@@ -227,7 +239,8 @@ def test_copies_of_a_fork() -> None:
     fork.append(*tokens(2))
     other = copy.deepcopy(fork)
     other.append(*tokens(1))
-    assert len(fork) == 5 and len(other) == 6
+    assert len(fork) == 5
+    assert len(other) == 6
 
 
 @pytest.mark.parametrize("dtype", [None, "int8"])
@@ -248,4 +261,5 @@ def test_through_the_layer(dtype: str | None) -> None:
     torch.testing.assert_close(out, whole, atol=1e-5 if dtype is None else 0.03, rtol=1e-4)
     with regard.watch(layer) as record:
         watched = layer(ways[:, :1], cache=several)
-    assert record[0].entropy.shape[0] == 2 and watched.shape == (2, 1, 24)
+    assert record[0].entropy.shape[0] == 2
+    assert watched.shape == (2, 1, 24)

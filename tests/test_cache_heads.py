@@ -19,7 +19,7 @@ from regard.masks import Causal, Padding, Window
 from regard.models import Decoder, ModelConfig
 from regard.positions import Alibi, Rotary
 
-TIGHT = {"rtol": 1e-11, "atol": 1e-11}
+TIGHT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-11}
 B, W, H, G, D = 2, 12, 6, 3, 4
 
 
@@ -66,7 +66,7 @@ def test_the_attention_of_a_mask_for_each_head(data: st.DataObject) -> None:
     layer, x = new_layer(dtype=dtype), text(sum(sizes), dtype)
     expected = layer(x, mask=visible(sum(sizes), streaming, window, keep_first))
     cache = HeadCache(streaming, window, keep_first)
-    tolerance = TIGHT if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
+    tolerance: dict[str, Any] = TIGHT if dtype is torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(feed(layer, x, sizes, cache), expected, **tolerance)
 
 
@@ -106,8 +106,10 @@ def test_what_is_returned() -> None:
     cache = HeadCache([1], window=3, keep_first=1)
     keys = torch.randn(1, 2, 20, 5)
     for i in range(20):
-        held, _ = cache.append(keys[:, :, i : i + 1], keys[:, :, i : i + 1])
-    assert isinstance(held, StoredHeads) and held.shape == (1, 2, 20, 5)
+        cache.append(keys[:, :, i : i + 1], keys[:, :, i : i + 1])
+    held = cache.keys
+    assert isinstance(held, StoredHeads)
+    assert held.shape == (1, 2, 20, 5)
     expected = keys.clone()
     expected[:, 1, 1:17] = 0
     assert torch.equal(held.plain(), expected)
@@ -154,12 +156,13 @@ def test_reorder_fork_truncate() -> None:
     layer(text(3), mask=Causal(), cache=cache)
     cache.truncate(30)
     torch.testing.assert_close(feed(layer, more, [1, 1], cache), expected_more, **TIGHT)
-    with pytest.raises(ValueError, match="truncate: expected 0, or at least .*streaming heads forgot.*received 9"):
+    with pytest.raises(ValueError, match=r"truncate: expected 0, or at least .*streaming heads forgot.*received 9"):
         cache.truncate(9)
     cache.truncate(0)
     torch.testing.assert_close(feed(layer, x, [30], cache)[:, 25:], expected, **TIGHT)
     cache.clear()
-    assert len(cache) == 0 and cache.nbytes == 0
+    assert len(cache) == 0
+    assert cache.nbytes == 0
 
 
 def test_truncate_within_the_first_window() -> None:

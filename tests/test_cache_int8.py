@@ -40,7 +40,8 @@ def filled(*counts: int, dtype: torch.dtype = torch.float32, batch: int = 2) -> 
 
 def held(cache: KVCache) -> tuple[Stored, Stored]:
     keys, values = cache.keys, cache.values
-    assert isinstance(keys, Stored) and isinstance(values, Stored)
+    assert isinstance(keys, Stored)
+    assert isinstance(values, Stored)
     return keys, values
 
 
@@ -52,7 +53,8 @@ def held(cache: KVCache) -> tuple[Stored, Stored]:
 def test_off_by_at_most_half_a_step(seed: int, size: float) -> None:
     x = torch.randn(2, 3, 5, 7, generator=torch.Generator().manual_seed(seed)) * size
     numbers, scales = quantize(x)
-    assert numbers.dtype is torch.int8 and int(numbers.abs().max()) <= 127
+    assert numbers.dtype is torch.int8
+    assert int(numbers.abs().max()) <= 127
     error = (numbers.double() * scales[..., None] - x.double()).abs()
     assert bool((error <= scales[..., None].double() * (0.5 + 1e-4)).all())
     torch.testing.assert_close(scales, (x.abs().amax(-1) / 127).clamp_min(2.0**-100))
@@ -102,7 +104,8 @@ def test_every_kernel_sees_the_same_numbers(data: st.DataObject) -> None:
     k, v = cache.append(
         torch.randn(batch, groups, keys, width).to(dtype), torch.randn(batch, groups, keys, value_width).to(dtype)
     )
-    assert isinstance(k, Stored) and isinstance(v, Stored)
+    assert isinstance(k, Stored)
+    assert isinstance(v, Stored)
     q = torch.randn(batch, groups * per_group, queries, width).to(dtype)
     options: dict[str, Any] = draw(
         st.sampled_from(
@@ -171,9 +174,9 @@ def test_measured_and_weights() -> None:
 
 
 def expect(cache: KVCache, keys: Tensor, values: Tensor) -> None:
-    for stored, given in zip(held(cache), (keys, values), strict=True):
-        numbers, scales = quantize(given)
-        torch.testing.assert_close(stored.plain(), (numbers * scales[..., None]).to(given.dtype))
+    for stored, came in zip(held(cache), (keys, values), strict=True):
+        numbers, scales = quantize(came)
+        torch.testing.assert_close(stored.plain(), (numbers * scales[..., None]).to(came.dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -186,7 +189,8 @@ def test_append_truncate_reorder_clear(dtype: torch.dtype) -> None:
     rows = [1, 0, 1]
     expect(cache, keys[rows, :, :6], values[rows, :, :6])
     cache.clear()
-    assert len(cache) == 0 and cache.keys is None
+    assert len(cache) == 0
+    assert cache.keys is None
     assert cache.append(keys, values)[0].shape == keys.shape
 
 
@@ -196,7 +200,7 @@ def test_limit_once_and_dtype() -> None:
     cache.append(keys, values)
     with pytest.raises(ValueError, match="at most 5 tokens"):
         cache.append(keys, values)
-    with pytest.raises(TypeError, match="cached keys: expected torch.float32"):
+    with pytest.raises(TypeError, match=r"cached keys: expected torch\.float32"):
         cache.append(keys[:, :, :1].double(), values[:, :, :1].double())
     once = KVCache(once=True, dtype="int8")
     once.append(keys, values)
@@ -205,14 +209,15 @@ def test_limit_once_and_dtype() -> None:
 
 
 def test_rows_of_different_lengths() -> None:
-    cache, keys, values = filled(6)
+    cache, _, _ = filled(6)
     cache.truncate(torch.tensor([6, 2]))
     more = torch.randn(2, 3, 1, 7), torch.randn(2, 3, 1, 5)
     cache.append(*more)
     k, _ = held(cache)
     torch.testing.assert_close(k.plain()[1, :, 2], more[0][1, :, 0], atol=0.02, rtol=0)
     torch.testing.assert_close(k.plain()[0, :, 6], more[0][0, :, 0], atol=0.02, rtol=0)
-    assert cache.lengths is not None and cache.lengths.tolist() == [7, 3]
+    assert cache.lengths is not None
+    assert cache.lengths.tolist() == [7, 3]
 
 
 def test_it_travels() -> None:
@@ -223,7 +228,8 @@ def test_it_travels() -> None:
     for other in (copy.deepcopy(cache), torch.load(file, weights_only=False)):
         expect(other, keys, values)
         other.append(keys, values)
-        assert len(other) == 12 and len(cache) == 6
+        assert len(other) == 12
+        assert len(cache) == 6
 
 
 # --- through the layer -----------------------------------------------------------------------------------------------
@@ -242,7 +248,8 @@ def test_the_layer_attends_to_what_is_held() -> None:
     outs += [attention(x[:, i : i + 1], cache=cache) for i in range(5, 9)]
     expected = attention(x, mask=Causal(), cache=plain)
     torch.testing.assert_close(torch.cat(outs, 1), expected, atol=0.02, rtol=0.1)
-    assert plain.keys is not None and plain.values is not None
+    assert plain.keys is not None
+    assert plain.values is not None
     expect(cache, plain.keys, plain.values)
 
 

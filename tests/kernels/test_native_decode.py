@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     library.load() is None, reason=f"the native kernel is not here: {library.why_not() or ''}"
 )
 
-EXAMPLES = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+EXAMPLES = settings(max_examples=40, deadline=None)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 loaded = library.load()

@@ -1,6 +1,7 @@
 """Keys and values of earlier tokens, one cache per layer, passed in and updated in place.
 
-`KVCache` grows and keeps everything, as it comes or as int8; `fork` shares its tokens with another. `RollingCache` is bounded: it keeps the first few tokens and the last `window`.
+`KVCache` grows and keeps everything, as it comes or as int8; `fork` shares its tokens with another.
+`RollingCache` is bounded: it keeps the first few tokens and the last `window`.
 `HeadCache` does so for some kv heads, and keeps all tokens of the others.
 
 A layer calls `extend` with new keys and values, and gets all of them back together with their positions (`Slots`), so

@@ -150,46 +150,66 @@ class HeadCache(KVCache):
     def shared_nbytes(self) -> int:
         return super().shared_nbytes + self._recent.shared_nbytes
 
+    @property
+    def keys(self) -> Tensor | None:
+        """(B, G, M, D): those that the last token may see; 0 for those that a head has forgotten."""
+        return None if self._batch is None else self._seen_by(1)[0]
+
+    @property
+    def values(self) -> Tensor | None:
+        """(B, G, M, E)"""
+        return None if self._batch is None else self._seen_by(1)[1]
+
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys (B, G, N, D) and values (B, G, N, E); returns those that the new tokens may see, as `StoredHeads`
         (B, G, M, D) and (B, G, M, E)."""
+        self._check_heads(keys, values)
         groups, new, before = keys.shape[1], keys.shape[2], len(self)
-        if groups <= max(self.streaming, default=0):
+        super().append(keys[:, self._retrieval(groups)], values[:, self._retrieval(groups)])
+        self._groups = groups
+        if self.streaming:
+            keys, values = keys[:, self.streaming], values[:, self.streaming]
+            first = max(0, min(self.keep_first - before, new))
+            if first or self._first is None:
+                began = keys[:, :, :first], values[:, :, :first]
+                if self._first is not None:
+                    began = [torch.cat(pair, dim=2) for pair in zip(self._first, began, strict=True)]
+                self._first = began[0].clone(), began[1].clone()
+            self._settle()
+            self._recent.append(keys[:, :, first:], values[:, :, first:])
+        return self._seen_by(new)
+
+    def _retrieval(self, groups: int) -> list[int]:
+        """The kv heads that keep all."""
+        return [head for head in range(groups) if head not in self.streaming]
+
+    def _seen_by(self, new: int) -> tuple[Tensor, Tensor]:
+        """The keys and values that the last `new` tokens may see."""
+        assert self._groups is not None
+        retrieval, parts = self._retrieval(self._groups), []
+        if retrieval:
+            parts.append([HeadPart(retrieval, x, None) for x in self._held()])
+        if self._first is not None and self._batch is not None:
+            seen = min(len(self._recent), self.window - 1 + new)
+            positions = self._positions_held(seen)
+            stored = joined if torch.compiler.is_compiling() else Stored
+            late = self._recent._segments()
+            pair = []
+            for i in (0, 1):
+                segments = [Segment(self._first[i]), *_last([each[i] for each in late], seen)]
+                segments = [x for x in segments if x.numbers.shape[2]] or segments[:1]
+                pair.append(HeadPart(self.streaming, stored(segments, self._batch, self._first[i].dtype), positions))
+            parts.append(pair)
+        stored = joined_heads if torch.compiler.is_compiling() else StoredHeads
+        return tuple(stored([pair[i] for pair in parts], self._groups, len(self)) for i in (0, 1))  # type: ignore[return-value]
+
+    def _check_heads(self, keys: Tensor, values: Tensor) -> None:
+        KVCache()._check(keys, values)  # their shapes alone
+        groups = keys.shape[1]
+        if groups <= max(self.streaming, default=-1):
             raise bad_value("streaming", expected=f"kv heads below {groups}", received=self.streaming)
         if self._groups not in (None, groups):
             raise bad_value("cached keys", expected=f"{self._groups} kv heads", received=groups)
-        retrieval = [head for head in range(groups) if head not in self.streaming]
-        full_keys, full_values = super().append(keys[:, retrieval], values[:, retrieval])
-        self._groups = groups
-        parts = [(retrieval, full_keys, full_values, None)] if retrieval else []
-        if self.streaming:
-            some = keys[:, self.streaming], values[:, self.streaming]
-            parts.append((self.streaming, *self._stream(*some, before), self._positions_held(new)))
-        stored = joined_heads if torch.compiler.is_compiling() else StoredHeads
-        return (
-            stored([HeadPart(heads, k, at) for heads, k, _, at in parts], groups, before + new),
-            stored([HeadPart(heads, v, at) for heads, _, v, at in parts], groups, before + new),
-        )
-
-    def _stream(self, keys: Tensor, values: Tensor, before: int) -> tuple[Tensor, Tensor]:
-        """Add to the streaming heads; returns what the new tokens may see."""
-        new, first = keys.shape[2], max(0, min(self.keep_first - before, keys.shape[2]))
-        if first or self._first is None:
-            began = (keys[:, :, :first], values[:, :, :first])
-            if self._first is not None:
-                began = tuple(torch.cat(pair, dim=2) for pair in zip(self._first, began, strict=True))
-            self._first = tuple(x.clone() for x in began)  # type: ignore[assignment]
-        self._settle()
-        held = self._recent.append(keys[:, :, first:], values[:, :, first:])
-        seen = min(len(self._recent), self.window - 1 + new)
-        assert self._first is not None
-        views = []
-        for began, recent in zip(self._first, held, strict=True):
-            late = recent.segments if isinstance(recent, Stored) else (Segment(recent),)
-            segments = [segment for segment in (Segment(began), *_last(late, seen)) if segment.numbers.shape[2]]
-            stored = joined if torch.compiler.is_compiling() else Stored
-            views.append(stored(segments, keys.shape[0], keys.dtype))
-        return views[0], views[1]
 
     def _settle(self) -> None:
         """Forget what no later query can see, when it is a window: on average a token copies one token. To new memory:
@@ -207,11 +227,10 @@ class HeadCache(KVCache):
             yield
             self._settle()
 
-    def _positions_held(self, new: int) -> Tensor:
-        """Where the tokens stand that the streaming heads show to `new` queries: (m,)"""
+    def _positions_held(self, seen: int) -> Tensor:
+        """Where the tokens stand that the streaming heads hold: the first ones and the last `seen`, (m,)."""
         assert self._first is not None
         first, length, device = self._first[0].shape[2], len(self), self._first[0].device
-        seen = min(len(self._recent), self.window - 1 + new)
         return torch.cat([torch.arange(first, device=device), torch.arange(length - seen, length, device=device)])
 
     def extend(

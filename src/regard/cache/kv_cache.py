@@ -286,9 +286,7 @@ class KVCache:
 
     def _memories(self) -> list[Tensor]:
         """The memory of this cache alone: keys, values, and the scales of int8."""
-        return [
-            x for x in (self._keys, self._values, self._key_scales, self._value_scales) if x is not None
-        ]
+        return [x for x in (self._keys, self._values, self._key_scales, self._value_scales) if x is not None]
 
     def _segments(self) -> list[tuple[Segment, Segment]]:
         """All that is held: first what is shared, then what is its own."""
@@ -356,9 +354,9 @@ class KVCache:
         """Copy all tokens to memory of its own."""
         pairs, batch = self._segments(), self._batch
         assert batch is not None
-        columns = [[pair[0].numbers for pair in pairs], [pair[1].numbers for pair in pairs]]
-        if self.dtype is not None:
-            columns += [[pair[i].scales for pair in pairs] for i in (0, 1)]  # type: ignore[list-item]
+        columns = [[keys.numbers for keys, _ in pairs], [values.numbers for _, values in pairs]]
+        scales = [[x for pair in pairs if (x := pair[i].scales) is not None] for i in (0, 1)]
+        columns += scales if self.dtype is not None else []
         self._move([torch.cat([x.expand(batch, *x.shape[1:]) for x in column], dim=2) for column in columns])
         self._prefix, self._prefix_length = (), 0
 
@@ -533,8 +531,8 @@ class KVCache:
             raise bad_value("positions", expected=expected, received=f"shape {shape_of(positions)}")
 
     def _reserve(self, stored: list[Tensor], length: int) -> None:
-        """Room for `length` tokens: twice as much as now, where it has to grow. What forks read is not written over, and
-        stays where it is."""
+        """Room for `length` tokens: twice as much as now, where it has to grow. What forks read stays where it is, and
+        is not written over."""
         if self._lengths is not None and (self._prefix or self._read_by_forks[0]):
             self._gather()  # rows are written where they end, which may be within what is shared
         held, read = self._length - self._prefix_length, self._read_by_forks[0]

@@ -119,7 +119,7 @@ class Decoder(TextModel):
         if dtype is not None:
             raise bad_value(
                 "dtype",
-                expected="None with a window: a RollingCache rotates its keys anew in each call, from their own numbers",
+                expected="None with a window: a RollingCache rotates its keys anew in each call",
                 received=repr(dtype),
             )
         return [RollingCache(window, keep_first) for _ in self.blocks]

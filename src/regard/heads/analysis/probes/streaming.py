@@ -62,7 +62,9 @@ class Streaming(ProbeResult):
         for layer, change in self.scores.items():
             whole_number("count", count, at_least=1)
             if change.shape[0] % count:
-                raise bad_value("count", expected=f"a divisor of the {change.shape[0]} heads of {layer}", received=count)
+                raise bad_value(
+                    "count", expected=f"a divisor of the {change.shape[0]} heads of {layer}", received=count
+                )
             most = change.unflatten(0, (count, -1)).amax(1)  # (G,); a head without a score is not below
             found[layer] = (most < threshold).nonzero()[:, 0].tolist()
         return found

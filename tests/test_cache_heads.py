@@ -131,6 +131,21 @@ def test_watch_and_weights_see_the_mask() -> None:
     torch.testing.assert_close(seen[0].received, weights.sum(2), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("new", [lambda: HeadCache([1], 3, 2), lambda: KVCache(dtype="int8"), KVCache])
+def test_what_is_watched_is_one_text(new: Any) -> None:
+    """A chunk, single tokens, and those of a fork are joined."""
+    layer, x, cache = new_layer(dtype=torch.float32), text(20, torch.float32), new()
+    with regard.watch(layer) as seen:
+        feed(layer, x[:, :14], [9, *[1] * 5], cache)
+        feed(layer, x[:, 14:], [1] * 6, cache.fork())
+    assert seen[0].entropy.shape == (B, H, 20)
+    torch.testing.assert_close(seen[0].received.sum(-1), torch.full((B, H), 20.0))
+    if isinstance(cache, HeadCache):
+        with regard.watch(layer) as dense:
+            layer(x, mask=visible(20, [1], 3, 2))
+        torch.testing.assert_close(seen[0].entropy, dense[0].entropy, rtol=1e-4, atol=1e-5)
+
+
 def test_a_call_that_fails_leaves_it_as_it_was() -> None:
     layer, x = new_layer(), text(30)
     cache, other = HeadCache([1], window=2, keep_first=1), HeadCache([1], window=2, keep_first=1)

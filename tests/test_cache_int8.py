@@ -16,6 +16,7 @@ import regard
 from regard import KVCache, MultiHeadAttention
 from regard.cache import Stored, quantize
 from regard.masks import Causal, Padding
+from regard.models import Decoder, ModelConfig
 from regard.positions import Rotary
 
 EXAMPLES = settings(max_examples=40, deadline=None)
@@ -284,3 +285,15 @@ def test_compiled() -> None:
     cache, other = KVCache(dtype="int8", capacity=16), KVCache(dtype="int8", capacity=16)
     compiled = torch.compile(lambda x, cache: attention(x, mask=Causal(), cache=cache), backend="eager")
     torch.testing.assert_close(compiled(x, cache), attention(x, mask=Causal(), cache=other))
+
+
+def test_through_a_model() -> None:
+    config = ModelConfig(layers=2, embed_dim=12, num_heads=6, vocabulary=31, inner=7, context=97, causal=True)
+    model, ids = Decoder(config).eval(), torch.arange(11)[None]
+    cache = model.new_cache(dtype="int8")
+    model(ids[:, :7], cache=cache)
+    assert all(isinstance(part.keys, Stored) for part in cache)
+    expected = model(ids, cache=model.new_cache())[:, 7:]
+    torch.testing.assert_close(model(ids[:, 7:], cache=cache), expected, atol=0.02, rtol=0.05)
+    with pytest.raises(ValueError, match="dtype: expected None with a window"):
+        model.new_cache(5, dtype="int8")

@@ -27,7 +27,7 @@ class StreamingHeads(Mask):
     comes after it; those of the other heads see all. (Causality is another mask's.)
 
     Args:
-        heads: which kv heads are streaming, boolean (1, G).
+        heads: which kv heads are streaming, boolean (1, G, 1, 1).
     """
 
     fields = ("heads", "window", "keep_first")
@@ -39,14 +39,11 @@ class StreamingHeads(Mask):
         behind = tile.q_positions[:, :, None] - tile.k_positions[:, None, :]  # (1|B, n, m)
         near = (behind < self.window) | (tile.k_positions < self.keep_first)[:, None, :]
         groups = self.heads.shape[1]
-        heads = self.heads.repeat_interleave((tile.heads or groups) // groups, dim=1)  # (1, H)
-        return near[:, None] | ~heads[:, :, None, None]
+        per_group = 1 if groups == 1 else (tile.heads or groups) // groups
+        return near[:, None] | ~self.heads.repeat_interleave(per_group, dim=1)
 
     def sees_all(self, first: int, queries: int, keys: int) -> bool:
         return first + queries - 1 - self.keep_first < self.window
-
-    def shared_by_heads(self) -> bool:
-        return False
 
 
 class HeadPart(NamedTuple):
@@ -238,7 +235,7 @@ class HeadCache(KVCache):
     ) -> tuple[Tensor, Tensor, Slots]:
         """Add new keys, rotated to their positions, and values; returns what is seen of both, and the mask."""
         keys, values, _ = super().extend(keys, values, rotate, positions)
-        heads = torch.zeros(1, keys.shape[1], dtype=torch.bool, device=keys.device)
+        heads = torch.zeros(1, keys.shape[1], 1, 1, dtype=torch.bool, device=keys.device)
         heads[:, self.streaming] = True
         return keys, values, Slots(mask=StreamingHeads(heads, self.window, self.keep_first))
 

@@ -124,6 +124,7 @@ bench: $(VENV)/.installed-bench $(VENV)/.installed-weights
 	$(RUN) benchmarks/kernels.py
 	$(RUN) benchmarks/layer.py
 	$(RUN) benchmarks/small_calls.py
+	$(RUN) benchmarks/caches.py
 	$(RUN) benchmarks/models.py
 	$(RUN) benchmarks/looking.py
 	$(RUN) benchmarks/prune.py

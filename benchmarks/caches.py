@@ -6,8 +6,8 @@ latent attention.
 
 speed       one query against 4,096 and 32,768 cached tokens, at SmolLM2-135M's sizes (9 heads, 3 kv heads, width 64)
             and Llama-3-8B's (32, 8, 128). A ratio is the time over that of bfloat16.
-perplexity  SmolLM2 in float32 reads a text through a cache of each kind, in chunks. The text is a file, or the pages in
-            docs/. bfloat16: keys and values are rounded to it when they come.
+perplexity  SmolLM2 in float32 reads a text through a cache of each kind, in chunks. The text is a file, or Python's
+            own reference, as it comes with every Python. bfloat16: keys and values are rounded to it when they come.
 fork        four continuations of one prompt: in memory once (`fork(rows=4)`), or a copy for each.
 heads       `HeadCache` with the kv heads that the streaming probe says change least, beside as many others (those that
             change most): perplexity, and the share of a repeated random text that is foreseen (induction).
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -75,9 +76,11 @@ def speed(options: argparse.Namespace) -> Iterator[Row]:
 
 def english(model: models.Decoder, options: argparse.Namespace) -> Tensor:
     """(1, tokens) of prose."""
-    pages = sorted((Path(__file__).parent.parent / "docs").glob("*.md"))
-    paths = [Path(options.text)] if options.text else pages
-    ids = model.encode("\n\n".join(path.read_text(encoding="utf-8") for path in paths))[:, : options.tokens]
+    from pydoc_data.topics import topics
+
+    own = "\n\n".join(topics[name] for name in sorted(topics))
+    text = Path(options.text).read_text(encoding="utf-8") if options.text else own
+    ids = model.encode(text)[:, : options.tokens]
     assert ids.shape[1] == options.tokens, f"the text has {ids.shape[1]} tokens"
     return ids
 
@@ -207,7 +210,7 @@ def shown(row: Row) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--text", help="a text file; the pages in docs/ by default")
+    parser.add_argument("--text", help="a text file; Python's own reference by default")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=4.0, help="per case")
@@ -222,6 +225,10 @@ def main() -> None:
             for row in PARTS[name](options):
                 rows.append(row)
                 print(*shown(row), sep="  ", flush=True)
+    path = Path(options.json)
+    before = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = [row for row in before if row["part"] not in options.only] + rows  # other parts stay as they were
+    rows.sort(key=lambda row: list(PARTS).index(str(row["part"])))
     print(table(["case", "figures"], [shown(row) for row in rows]))
     save(options.json, rows)
 

@@ -288,7 +288,9 @@ def test_compiled() -> None:
 
 
 def test_through_a_model() -> None:
-    config = ModelConfig(layers=2, embed_dim=12, num_heads=6, vocabulary=31, inner=7, context=97, causal=True)
+    config = ModelConfig(
+        layers=2, embed_dim=12, num_heads=6, vocabulary=31, inner=7, context=97, causal=True, positions="rotary"
+    )
     model, ids = Decoder(config).eval(), torch.arange(11)[None]
     cache = model.new_cache(dtype="int8")
     model(ids[:, :7], cache=cache)

@@ -185,11 +185,17 @@ def latent(options: argparse.Namespace) -> Iterator[Row]:
                     kernel: lambda kernel=kernel, q=q, k=k, v=v: regard.attend(q, k, v, kernel=kernel)
                     for kernel in ("native", "blockwise")
                 }
-                runs["two products"] = lambda q=q, k=k, v=v: (q[:, :, 0] @ k[:, 0].mT * 576**-0.5).softmax(-1) @ v[:, 0]
-                if keys == 1024:  # (torch's own goes through the keys once per head)
-                    runs["SDPA"] = lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+                slow: dict[str, Callable[[], object]] = {
+                    "two products": lambda q=q, k=k, v=v: (q[:, :, 0] @ k[:, 0].mT * 576**-0.5).softmax(-1) @ v[:, 0],
+                    "SDPA": lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+                }
+                if dtype is torch.float32:
+                    runs["two products"] = slow.pop("two products")
+                seconds = take_turns(runs, seconds=options.seconds)
+                if keys == 1024:  # (these take up to seconds; torch's own goes through the keys once per head)
+                    seconds |= take_turns(slow, seconds=0, rounds=3)
                 case = f"{str(dtype).removeprefix('torch.')}, {query_heads} heads, {keys} tokens"
-                yield {"part": "latent", "case": case, "seconds": take_turns(runs, seconds=options.seconds, rounds=3)}
+                yield {"part": "latent", "case": case, "seconds": seconds}
 
 
 PARTS = {"speed": speed, "perplexity": perplexity, "fork": fork, "heads": heads, "latent": latent}

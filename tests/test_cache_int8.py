@@ -72,9 +72,11 @@ def test_rows_of_zeros_and_of_one_number() -> None:
 def test_infinities_are_refused(bad: float) -> None:
     cache, keys, values = filled(3)
     values[0, 1, 2, 3] = bad
-    with pytest.raises(ValueError, match=r'KVCache\(dtype="int8"\): expected finite keys.*remedy: KVCache\(\)'):
-        cache.append(keys, values)
+    for held in (cache, empty := KVCache(dtype="int8")):
+        with pytest.raises(ValueError, match=r'KVCache\(dtype="int8"\): expected finite keys.*remedy: KVCache\(\)'):
+            held.append(keys, values)
     assert len(cache) == 3
+    assert empty.keys is None
 
 
 def test_other_dtypes_are_refused() -> None:

@@ -265,12 +265,16 @@ class KVCache:
                 received=f"{self._length} held and {new} new",
                 remedy="a larger limit, truncate(), or RollingCache, which forgets",
             )
-        self._batch, self._given = keys.shape[0], keys.dtype
+        batch, given = keys.shape[0], keys.dtype
         stored = [keys, values]
         if self.dtype is not None:
-            (keys, key_scales), (values, value_scales) = quantize(keys), quantize(values)
-            stored = [keys, values, key_scales, value_scales]
+            if keys.shape == values.shape:  # (at once: a token costs as many operators as a text)
+                numbers, scales = quantize(torch.stack([keys, values]))
+            else:
+                numbers, scales = zip(quantize(keys), quantize(values), strict=True)
+            stored = [*numbers, *scales]
         self._reserve(stored, end)
+        self._batch, self._given = batch, given
         at = self._length - self._prefix_length
         for memory, x in zip(self._memories(), stored, strict=True):
             if self._lengths is None:
@@ -298,6 +302,8 @@ class KVCache:
 
     def _held(self) -> tuple[Tensor, Tensor]:
         """All keys and values: views where they lie in one place as they are, else `Stored`."""
+        if not self._prefix and self.dtype is None and self._keys is not None and self._values is not None:
+            return self._keys[:, :, : self._length], self._values[:, :, : self._length]  # (the usual case, at once)
         pairs, batch = self._segments(), self._batch
         assert batch is not None and self._given is not None
         (keys, values), dtype = pairs[0], self._given
@@ -497,8 +503,10 @@ class KVCache:
             )
         if self._batch is None:
             return
-        held_keys, held_values = self._segments()[0]
-        for what, held, new in (("keys", held_keys.numbers, keys), ("values", held_values.numbers, values)):
+        held_keys, held_values = self._keys, self._values
+        if held_keys is None or held_values is None:
+            held_keys, held_values = (part.numbers for part in self._prefix[0])
+        for what, held, new in (("keys", held_keys, keys), ("values", held_values, values)):
             known, given = (self._batch, held.shape[1], held.shape[3]), (*new.shape[:2], new.shape[3])
             if known != given:
                 raise bad_value(

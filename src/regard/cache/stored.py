@@ -8,6 +8,7 @@ Letters: B batch, G kv heads, M keys, D head width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,23 +24,23 @@ LEAST = 2.0**-100  # of a scale: a row of zeros has one, too
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x (B, G, N, D) as int8 and a float32 scale for each row, (B, G, N): x is int8 * scale, within half a scale.
+    """x (..., D) as int8 and a float32 scale for each row, (...): x is int8 * scale, within half a scale.
 
     >>> numbers, scales = quantize(torch.tensor([[[[254.0, -127.0, 1.0]]]]))
     >>> numbers, scales
     (tensor([[[[127, -64,   0]]]], dtype=torch.int8), tensor([[[2.]]]))
     """
     x = x.float()
-    largest = x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
-    if not torch.compiler.is_compiling() and not bool(largest.isfinite().all()):
+    largest = torch.linalg.vector_norm(x, ord=math.inf, dim=-1) if x.numel() else x.new_zeros(x.shape[:-1])
+    if not torch.compiler.is_compiling() and x.numel() and not math.isfinite(largest.max().item()):
         raise bad_value(
             'KVCache(dtype="int8")',
             expected="finite keys and values",
             received="some that are inf or NaN",
             remedy="KVCache(), which keeps them as they are",
         )
-    scales = (largest / 127).clamp_min(LEAST)
-    return (x / scales[..., None]).round().to(torch.int8), scales
+    scales = (largest / 127).clamp_min_(LEAST)
+    return (x / scales[..., None]).round_().to(torch.int8), scales
 
 
 class Segment(NamedTuple):

@@ -105,11 +105,11 @@ def run_unobserved(call: Call, kernel: str = "auto") -> Tensor:
     if call.stored:
         if isinstance(call.k, StoredHeads) and (parts := parts_by_heads(call)) is not None:
             return _run_by_heads(call, parts, kernel)
-        if kernel not in ("auto", native.name) or native.why_not(call) is not None:
-            call = call.plain()
-    chosen = choose(kernel, call)
-    if chosen is not native:
+        if kernel in ("auto", native.name) and native.why_not(call) is None and native.worth(call):
+            with fixed_precision(call.q):
+                return native.output(call)
         call = call.plain()
+    chosen = choose(kernel, call)
     with fixed_precision(call.q):
         return chosen.output(call)
 

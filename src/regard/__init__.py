@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from regard import cache, draw, heads, kernels, layer, layouts, masks, measures, models, positions, presets
 from regard.attention import attend, attention_weights, explain, measure
-from regard.cache import KVCache, LatentCache, RollingCache
+from regard.cache import HeadCache, KVCache, LatentCache, RollingCache
 from regard.draw import look
 from regard.heads import ablate, importance, monitor, prune, watch
 from regard.heads.analysis.atlas import atlas
@@ -24,6 +24,7 @@ __version__ = "0.2.0"  # pyproject.toml reads it here
 __all__ = [
     "AttentionBlock",
     "DifferentialAttention",
+    "HeadCache",
     "KVCache",
     "LatentAttention",
     "LatentCache",

@@ -31,6 +31,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
+from regard.cache import Stored
 from regard.kernels.dropout import Dropout
 from regard.masks import And, Grid, Mask, Tile, conjuncts
 from regard.measures import MeasureRun
@@ -127,6 +128,18 @@ class Call:
         simple = replace(self, mask=functools.reduce(And, parts) if parts else None)
         simple.__dict__["_derived"] = {_parts: parts}
         return simple
+
+    @property
+    def stored(self) -> bool:
+        """Whether keys and values are given as a cache stores them: in several places, or as int8."""
+        return isinstance(self.k, Stored) or isinstance(self.v, Stored)
+
+    def plain(self) -> Call:
+        """The same call of plain tensors, which are built where a cache gave keys and values as it stores them."""
+        if not self.stored:
+            return self
+        k, v = (x.plain() if isinstance(x, Stored) else x for x in (self.k, self.v))
+        return replace(self, k=k, v=v)
 
     def detached(self) -> Call:
         """The same call without gradients and dropout, for observers. What was derived of it stays."""

@@ -9,7 +9,7 @@ import torch
 
 import regard
 from regard import MultiHeadAttention
-from regard.positions import LinearScaling, Llama3, RelativeBias, Rotary
+from regard.positions import LinearScaling, Llama3, MultiAxisRotary, RelativeBias, Rotary
 from regard.positions.scalings import Scaling
 from regard.presets import CONFIGURATIONS, configuration
 
@@ -39,19 +39,15 @@ PARAMETERS = {  # of one attention layer: weights, then biases
     "gemma3-4b": 2 * 2560 * 2048 + 2 * 2560 * 1024 + 2 * 256,
     "smollm3-3b": 2 * 2048 * 2048 + 2 * 2048 * 512,
     "gpt-oss-20b": 2 * 2880 * 4096 + 2 * 2880 * 512 + 4096 + 2 * 512 + 2880 + 64,
+    "qwen2.5-vl-72b": 2 * 8192 * 8192 + 2 * 8192 * 1024 + 8192 + 2 * 1024,
+    "llama4-scout": 2 * 5120 * 5120 + 2 * 5120 * 1024,
+    "gemma3n-e4b": 2 * 2048 * 2048 + 2 * 2048 * 512 + 2 * 256,
+    "qwen3-next-80b": 3 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 256,  # the gate is as large as q
 }
-OTHERS = {  # the layer has other parts: in which words it is refused
-    "deepseek-v3": r"keys and values of one latent vector of 512 per token; remedy: regard\.LatentAttention",
-    "qwen2.5-vl-72b": "one with rotary in sections$",
-    "llama4-scout": "one with a norm of queries and keys after rotary, queries that grow with their position$",
-    "gemma3n-e4b": "one with a norm of the values, layers that share keys and values$",
-    "qwen3-next-80b": "one with a gate on the heads' outputs, layers of linear attention$",
-}
-NOT_BY_NAME = ("gemma2-2b", "gpt-oss-20b")  # their softcap and sinks come with `layer_options`
 
 
 def test_every_entry_has_its_count() -> None:
-    assert {*PARAMETERS, *OTHERS} == set(CONFIGURATIONS)
+    assert {*PARAMETERS, "deepseek-v3"} == set(CONFIGURATIONS)
     assert PARAMETERS["bert-base"] == 2_362_368
 
 
@@ -59,9 +55,7 @@ def test_every_entry_has_its_count() -> None:
 def test_every_entry_builds_and_runs_on_meta(name: str) -> None:
     config = configuration(name)
     with torch.device("meta"):
-        by_options = MultiHeadAttention(**config.layer_options())
-        layer = by_options if name in NOT_BY_NAME else MultiHeadAttention.from_config(name)
-        assert repr(layer) == repr(by_options)
+        layer = MultiHeadAttention.from_config(name)
         out = layer(torch.empty(2, 5, config.embed_dim), mask=regard.masks.Causal())
     assert out.shape == (2, 5, config.embed_dim)
     assert sum(p.numel() for p in layer.parameters()) == PARAMETERS[name]
@@ -118,22 +112,32 @@ def test_facts(name: str, facts: dict[str, object]) -> None:
     assert {field: getattr(config, field) for field in facts} == facts
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_the_layer_lacks_is_said(name: str) -> None:
-    with pytest.raises(ValueError, match=f"configuration: expected a layer that from_config can build.*{OTHERS[name]}"):
-        MultiHeadAttention.from_config(name)
-    with pytest.raises(ValueError, match=f"a layer that MultiHeadAttention can be, received {OTHERS[name]}"):
-        configuration(name).layer_options()
+def test_latent_attention_is_another_class() -> None:
+    words = r"received keys and values of one latent vector of 512 per token; remedy: regard\.LatentAttention"
+    with pytest.raises(ValueError, match=f"configuration: expected a layer that MultiHeadAttention can be, {words}"):
+        MultiHeadAttention.from_config("deepseek-v3")
 
 
-@pytest.mark.parametrize("name", NOT_BY_NAME)
-def test_nothing_is_left_out_silently(name: str) -> None:
-    with pytest.raises(ValueError, match=r"one with (sinks|a softcap); remedy: .*layer_options\(\)"):
-        MultiHeadAttention.from_config(name)
+def test_parts_of_each_layer() -> None:
     with torch.device("meta"):
-        layer = MultiHeadAttention(**configuration(name).layer_options(dropout=0.1, num_heads=16))
-    assert (layer.softcap, layer.sinks is not None) == ((50.0, False) if name == "gemma2-2b" else (None, True))
-    assert (layer.dropout, layer.num_heads) == (0.1, 16)
+        gemma2, oss = (MultiHeadAttention.from_config(name) for name in ("gemma2-2b", "gpt-oss-20b"))
+        near, far = (MultiHeadAttention.from_config("llama4-scout", layer) for layer in (0, 3))
+        own, shared = (MultiHeadAttention.from_config("gemma3n-e4b", layer) for layer in (19, 20))
+        gated = MultiHeadAttention.from_config("qwen3-next-80b", 3)
+        picture = MultiHeadAttention.from_config("qwen2.5-vl-72b")
+    assert (gemma2.softcap, oss.sinks is not None) == (50.0, True)
+    assert near.query_scale is None
+    assert near.q_norm is not None
+    assert far.query_scale is not None
+    assert far.q_norm is far.position_encoding is None
+    assert own.v_norm is not None
+    assert shared.k_proj is None
+    assert gated.gate_proj is not None
+    assert isinstance(picture.position_encoding, MultiAxisRotary)
+    with pytest.raises(ValueError, match=r"expected a layer of attention, received layer 0, of linear.*one of 3, 7, 11"):
+        MultiHeadAttention.from_config("qwen3-next-80b", 0)
+    with pytest.raises(ValueError, match="layer: expected a number from 0 to 47, received 48"):
+        MultiHeadAttention.from_config("llama4-scout", 48)
 
 
 def test_layers_of_one_model_may_differ() -> None:
@@ -146,7 +150,8 @@ def test_layers_of_one_model_may_differ() -> None:
     assert (near.base, near.scaling, far.base, far.scaling) == (1e4, Scaling(), 1e6, LinearScaling(8.0))
     smollm = configuration("smollm3-3b")
     assert [smollm.encoding_of(i) is None for i in range(8)] == [False, False, False, True] * 2
-    assert smollm.layer_options(3)["position_encoding"] is None
+    with torch.device("meta"):
+        assert MultiHeadAttention.from_config(smollm, 3).position_encoding is None
     assert configuration("mistral-7b").kinds == ("window",) * 32
     assert configuration("llama2-7b").kinds == ("full",) * 32
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from regard.errors import bad_value
-from regard.positions import LinearScaling, Llama3, RelativeBias, Rotary, YaRN
+from regard.positions import LinearScaling, Llama3, MultiAxisRotary, RelativeBias, Rotary, YaRN
 from regard.positions.scalings import Scaling
 
 __all__ = ["CONFIGURATIONS", "Configuration", "Latent", "Parts", "configuration"]
@@ -77,9 +77,7 @@ class Configuration:
     parts: Parts = field(default_factory=Parts)
 
     def position_encoding(self) -> Rotary | RelativeBias | None:
-        """A fresh position encoding for one layer, or None where positions are added to the tokens. Raises for a model
-        whose layer `from_config` would build without some of its parts."""
-        self._check_from_config()
+        """A fresh position encoding for one layer, or None where positions are added to the tokens."""
         return self.encoding_of(None)
 
     def encoding_of(self, layer: int | None) -> Rotary | RelativeBias | None:
@@ -93,7 +91,9 @@ class Configuration:
         local = self.parts.local_rotary_base
         if layer is not None and local is not None and self.kinds[layer] == "window":
             return Rotary(head_dim, base=local, width=self.rotary_width)
-        return Rotary(head_dim, base=self.rotary_base, width=self.rotary_width, scaling=self.rotary_scaling)
+        options: dict[str, Any] = {"base": self.rotary_base, "width": self.rotary_width, "scaling": self.rotary_scaling}
+        sections = self.parts.sections
+        return MultiAxisRotary(head_dim, sections, **options) if sections else Rotary(head_dim, **options)
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -104,52 +104,6 @@ class Configuration:
         """
         pattern = self.parts.pattern or (("full",) if self.window is None else ("window",))
         return tuple(pattern[i % len(pattern)] for i in range(self.layers))
-
-    def layer_options(self, layer: int | None = None, **changes: Any) -> dict[str, Any]:
-        """The arguments of `MultiHeadAttention` for the layer of a number (None: of one that sees everything), with
-        `changes`. Raises, in words, where that class has no such layer.
-
-        >>> configuration("gpt-oss-20b").layer_options()["sinks"]
-        True
-        """
-        names = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "bias", "out_bias", "scale", "qk_norm")
-        config = replace(self, **{name: changes[name] for name in names if name in changes})
-        missing = config._missing()
-        if missing:
-            raise bad_value("configuration", expected="a layer that MultiHeadAttention can be", **missing)
-        options = {name: getattr(config, name) for name in names}
-        options |= {"softcap": self.parts.softcap, "sinks": self.parts.sinks}
-        if "position_encoding" not in changes:
-            options["position_encoding"] = config.encoding_of(layer)
-        return options | changes
-
-    def _missing(self) -> dict[str, str]:
-        """What `MultiHeadAttention` lacks for this model, and what to use instead, in words; empty if nothing. A part
-        that it learns is a line less here, and one more in `layer_options`."""
-        parts = self.parts
-        if parts.latent is not None:
-            received = f"keys and values of one latent vector of {parts.latent.kv_rank} per token"
-            return {"received": received, "remedy": "regard.LatentAttention"}
-        lacking = {
-            "a gate on the heads' outputs": parts.gate,
-            "a norm of the values": parts.v_norm,
-            "a norm of queries and keys after rotary": parts.norm_after_rotary,
-            "queries that grow with their position": parts.temperature,
-            "rotary in sections": bool(parts.sections),
-            "layers that share keys and values": parts.shared_kv_layers > 0,
-            "layers of linear attention": "linear" in parts.pattern,
-        }
-        found = ", ".join(words for words, there in lacking.items() if there)
-        return {"received": f"one with {found}"} if found else {}
-
-    def _check_from_config(self) -> None:
-        """`from_config` passes sizes and a position encoding: refuse what would be left out."""
-        missing = self._missing()
-        if not missing and (self.parts.sinks or self.parts.softcap is not None):
-            received = "one with sinks" if self.parts.sinks else "one with a softcap"
-            missing = {"received": received, "remedy": "MultiHeadAttention(**configuration(name).layer_options())"}
-        if missing:
-            raise bad_value("configuration", expected="a layer that from_config can build", **missing)
 
     def kept(self, layer: int) -> int:
         """How many numbers a token leaves in the cache of a layer.

@@ -37,6 +37,7 @@ from regard.layer.checks import (
     check_sizes,
     check_types,
 )
+from regard.layer.from_preset import layer_options
 from regard.layer.gate import Gate
 from regard.layer.key_values import KeyValues, read_source
 from regard.layer.norm import Norm, as_norm, normalise
@@ -158,10 +159,11 @@ class MultiHeadAttention(nn.Module):
         self.v_norm = None if v_norm is None else v_norm.module(g, e)
 
     @classmethod
-    def from_config(cls, config: str | Configuration, **changes: Any) -> MultiHeadAttention:
-        """The attention layer of a well-known model, untrained; `changes` go to the constructor.
+    def from_config(cls, config: str | Configuration, layer: int | None = None, **changes: Any) -> MultiHeadAttention:
+        """The attention layer of a well-known model, untrained, with all its parts; `changes` go to the constructor.
 
-        `config` is a name, one of `regard.presets.CONFIGURATIONS`, or a `Configuration` of your own.
+        `config` is a name, one of `regard.presets.CONFIGURATIONS`, or a `Configuration` of your own; `layer` the number
+        of the layer, if they differ: by default one that sees everything.
 
         >>> MultiHeadAttention.from_config("smollm2-135m", dropout=0.1)
         MultiHeadAttention(
@@ -173,13 +175,8 @@ class MultiHeadAttention(nn.Module):
           (position_encoding): Rotary(64, base=100000)
         )
         """
-        fields = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "bias", "out_bias", "scale", "qk_norm")
         config = configuration(config) if isinstance(config, str) else config
-        config = replace(config, **{field: changes[field] for field in fields if field in changes})
-        options: dict[str, Any] = {field: getattr(config, field) for field in fields}
-        if "position_encoding" not in changes:
-            options["position_encoding"] = config.position_encoding()
-        return cls(**{**options, **changes})
+        return cls(**layer_options(config, layer, **changes))
 
     def reset_parameters(self) -> None:
         """Start again from random weights."""

@@ -134,7 +134,7 @@ def test_parts_of_each_layer() -> None:
     assert shared.k_proj is None
     assert gated.gate_proj is not None
     assert isinstance(picture.position_encoding, MultiAxisRotary)
-    with pytest.raises(ValueError, match=r"expected a layer of attention, received layer 0, of linear.*one of 3, 7, 11"):
+    with pytest.raises(ValueError, match=r"expected a layer of attention, received layer 0, .*one of 3, 7, 11"):
         MultiHeadAttention.from_config("qwen3-next-80b", 0)
     with pytest.raises(ValueError, match="layer: expected a number from 0 to 47, received 48"):
         MultiHeadAttention.from_config("llama4-scout", 48)

@@ -59,7 +59,8 @@ atlas: $(VENV)/.installed-cli $(VENV)/.installed-weights
 test: $(VENV)/.installed-test $(VENV)/.installed-weights $(VENV)/.browser
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.installed-test $(VENV)/.installed-weights $(VENV)/.browser
+# (Notebooks and the site are built by slow tests.)
+test-slow: $(VENV)/.installed-test $(VENV)/.installed-notebooks $(VENV)/.installed-docs $(VENV)/.installed-weights $(VENV)/.browser
 	$(PYTEST) -m slow $(ARGS)
 
 test-all: test test-slow

@@ -116,4 +116,6 @@ def test_the_site_builds_and_asks_nobody(tmp_path: Path) -> None:
         loads = re.findall(r"<(?:script|img|iframe)[^>]*\ssrc=\"?(https?:[^\s\">]+)", html)
         loads += re.findall(r"<link[^>]*rel=\"?(?:stylesheet|icon|preconnect)\"?[^>]*href=\"?(https?:[^\s\">]+)", html)
         assert not loads, page.name
-    assert 'id="regard.attend"' in (tmp_path / "site" / "api" / "attention.html").read_text(encoding="utf-8")
+    reference = (tmp_path / "site" / "api" / "attention.html").read_text(encoding="utf-8")
+    assert 'id="regard.attend"' in reference
+    assert "<blockquote>" not in reference  # examples of docstrings are code

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +99,15 @@ def test_a_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path, monkeyp
             printed = out.getvalue()
         elif language == "text" and ("native" in available() or not code.startswith("native: chosen")):
             assert printed.strip() == code.strip()
+
+
+def test_what_the_site_changes_in_a_page() -> None:
+    change = runpy.run_path(str(DOCS / "site_hooks.py"))["on_page_markdown"]
+    assert change("[a file](../src/regard/layer/a.py), [a page](kernel.md)") == "a file, [a page](kernel.md)"
+    assert change("Text\n- one\n  more\n- two\n") == "Text\n\n- one\n    more\n- two\n"
+    code = "```python\n  x\n- y\n```\n"
+    assert change(code) == code
+    assert change(code.replace("python", "python torchrun")) == code
 
 
 @pytest.mark.slow

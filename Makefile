@@ -26,7 +26,7 @@ SHELL := /bin/sh
 MAKEFLAGS += --no-builtin-rules
 .NOTPARALLEL:
 
-.PHONY: help look atlas test test-slow test-all test-levels test-gpu-interpreter compile-gpu fuzz lint format sanitize bench clean
+.PHONY: help look atlas test test-slow test-all test-levels test-gpu-interpreter compile-gpu fuzz lint format sanitize docs wheel bench clean
 
 help:
 	@echo "make look      show what the heads of a real model attend to    (SENTENCE=\"...\")"
@@ -40,6 +40,8 @@ help:
 	@echo "make lint      check style, formatting, which package imports which, types"
 	@echo "make format    format Python, C++, and the page's scripts and styles"
 	@echo "make sanitize  run the native kernel's tests under AddressSanitizer and UBSan"
+	@echo "make docs      build the documentation in build/site            (offline; open build/site/index.html)"
+	@echo "make wheel     build a wheel with the native kernel, and an sdist, in dist"
 	@echo "make bench     compare the speed of kernels, layer, models, watching and pruning with other libraries"
 	@echo "make clean     remove build products and caches                 (the environment, .venv, stays)"
 
@@ -57,7 +59,8 @@ atlas: $(VENV)/.installed-cli $(VENV)/.installed-weights
 test: $(VENV)/.installed-test $(VENV)/.installed-weights $(VENV)/.browser
 	$(PYTEST) -m "not slow" $(ARGS)
 
-test-slow: $(VENV)/.installed-test $(VENV)/.installed-weights $(VENV)/.browser
+# (Notebooks and the site are built by slow tests.)
+test-slow: $(VENV)/.installed-test $(VENV)/.installed-notebooks $(VENV)/.installed-docs $(VENV)/.installed-weights $(VENV)/.browser
 	$(PYTEST) -m slow $(ARGS)
 
 test-all: test test-slow
@@ -119,6 +122,16 @@ sanitize: $(VENV)/.installed-test
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 REGARD_LIBRARY=build/sanitized/regard/kernels/libregard_native.so OMP_NUM_THREADS=2 \
 	  $(RUN) -m pytest -q tests/kernels/test_native.py tests/kernels/test_native_decode.py $(ARGS)
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+
+# The wheel is built from the sdist, so that both are known to build. Its tag names the oldest glibc that the native
+# kernel needs (setup.py). OpenMP is not in it: torch brings it.
+wheel: $(VENV)/.installed-wheel
+	rm -rf dist
+	$(RUN) -m build --outdir dist
+	if [ "$$(uname)" = Linux ]; then $(RUN) -m auditwheel show dist/*.whl; fi
 
 bench: $(VENV)/.installed-bench $(VENV)/.installed-weights
 	$(RUN) benchmarks/kernels.py

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -118,7 +119,25 @@ class AnyPython(bdist_wheel):
     """A wheel for one platform and any version of Python, since the library does not use Python."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        build = self.get_finalized_command("build_ext")
+        library = Path(build.get_ext_fullpath(build.extensions[0].name))
+        platform_tag = super().get_tag()[2]
+        oldest = oldest_glibc(library) if platform_tag.startswith("linux_") else None
+        return "py3", "none", platform_tag.replace("linux_", f"manylinux_{oldest}_", 1) if oldest else platform_tag
+
+
+def oldest_glibc(library: Path) -> str | None:
+    """The oldest glibc that has all that the library asks for, as in "2_29"; None if it is not known.
+
+    Versioned symbols are named in the library: `exp@GLIBC_2.29`. A system with glibc 2.27 or newer has a libstdc++ of
+    GCC 7 or newer, which is 3.4.24; a library that asks for more than that is known to run where it was built alone.
+    """
+    content = library.read_bytes() if library.exists() else b""
+    glibc = [int(minor) for minor in re.findall(rb"\0GLIBC_2\.(\d+)", content)]
+    libstdcxx = [int(patch) for patch in re.findall(rb"\0GLIBCXX_3\.4\.(\d+)", content)]
+    if not glibc or max(libstdcxx, default=0) > 24 or os.environ.get("REGARD_SANITIZE"):
+        return None
+    return f"2_{max(glibc + [27])}"
 
 
 setup(

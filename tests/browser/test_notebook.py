@@ -79,6 +79,21 @@ def test_it_works_inside(look: Callable[..., Look], bare: dict[str, Path], real:
     assert tab.ask("document.title") == "A notebook"
 
 
+def test_it_works_in_an_editor_that_frames_it_again(look: Callable[..., Look], bare: dict[str, Path]) -> None:
+    """As editors do: outputs are in a sandboxed frame whose policy, which holds in ours, too, allows little."""
+    policy = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; child-src data:"
+    outputs = bare["sandboxed"].read_text(encoding="utf-8").replace("<main aria-busy=false></main>", "")
+    outputs = outputs.replace("<body>", f'<meta http-equiv="Content-Security-Policy" content="{policy}"><body>')
+    path = bare["sandboxed"].with_name("notebook-editor.html")
+    frame = f'<iframe sandbox="allow-scripts" width=900 height=900 srcdoc="{html.escape(outputs)}"></iframe>'
+    path.write_text(f"<!doctype html><meta charset=utf-8>{frame}<main aria-busy=false></main>", encoding="utf-8")
+    tab = look(path)
+    ours = tab.page.main_frame.child_frames[0].child_frames[0]
+    for view in VIEWS:
+        ours.click(f"#tab-{view}")
+        ours.wait_for_selector(f"section.{view}")
+
+
 def test_the_outside_is_untouched(look: Callable[..., Look], bare: dict[str, Path]) -> None:
     with_frame, without = look(bare["sandboxed"]), look(bare["none"])
     inside(with_frame).click("#tab-head")

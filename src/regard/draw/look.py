@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from regard.draw.effects import rerun_of
-from regard.draw.encoding import Encoded, decode, encode, encode_text, is_tokenizer, pad_id, stack_rows, tokens_known
+from regard.draw.encoding import (
+    OPTIONAL,
+    Encoded,
+    decode,
+    encode,
+    encode_text,
+    is_tokenizer,
+    pad_id,
+    stack_rows,
+    takes,
+    tokens_known,
+)
 from regard.draw.figure import figure as draw_figure
 from regard.draw.page import page
 from regard.draw.progress import ForwardProgress, part_of
@@ -30,11 +40,6 @@ from regard.models.generation import Rules, tokens
 __all__ = ["look", "read"]
 
 READING = 0.6  # of the time for a text and its page is spent on the text, about
-# What tokenizers may return beside the ids: passed on only if the model takes it.
-OPTIONAL = {
-    *("attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length"),
-    *("overflow_to_sample_mapping", "num_truncated_tokens", "overflowing_tokens"),
-}
 
 
 def look(
@@ -260,7 +265,7 @@ def _generate_transformers(model: Any, tokenizer: Any, row: dict[str, Tensor], c
             received=type(model).__name__,
             remedy="its class with a language-model head, or generate=0",
         )
-    inputs = {name: x for name, x in row.items() if _takes(model, name) and not name.startswith("decoder_")}
+    inputs = {name: x for name, x in row.items() if takes(model, name) and not name.startswith("decoder_")}
     pad = pad_id(model, tokenizer)
     return model.generate(**inputs, max_new_tokens=count, do_sample=False, num_beams=1, pad_token_id=pad)
 
@@ -274,26 +279,19 @@ def _arguments(model: nn.Module, encoded: Encoded) -> Any:
     if isinstance(model, TextModel):
         renamed = {"input_ids": "ids", "attention_mask": "keep", "token_type_ids": "token_types"}
         named = {renamed.get(name, name): x for name, x in inputs.items()}
-        named = {name: x for name, x in named.items() if _takes(model, name)}
+        named = {name: x for name, x in named.items() if takes(model, name)}
         if "keep" in named:
             named["keep"] = named["keep"].bool()
         return named
-    if not encoded.keep().all() and not _takes(model, "attention_mask"):
+    if not encoded.keep().all() and not takes(model, "attention_mask"):
         raise bad_value(
             "text",
             expected="texts of one length, for this model takes no attention_mask",
             received=f"lengths {encoded.keep().sum(1).tolist()}",
             remedy="one text at a time",
         )
-    named = {name: x for name, x in inputs.items() if name not in OPTIONAL or _takes(model, name)}
-    return named if _takes(model, "input_ids") else inputs["input_ids"]
-
-
-def _takes(model: nn.Module, name: str) -> bool:
-    """Whether a model's forward has an argument of this name; with **kwargs, only the two that all models know."""
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return name in parameters or (takes_any and name in ("input_ids", "attention_mask"))
+    named = {name: x for name, x in inputs.items() if name not in OPTIONAL or takes(model, name)}
+    return named if takes(model, "input_ids") else inputs["input_ids"]
 
 
 def _is_encoder_decoder(model: Any) -> bool:

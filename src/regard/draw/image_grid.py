@@ -265,5 +265,7 @@ def _image_span(ids: Tensor, image_id: int) -> tuple[int, int]:
     first, count = positions[0], len(positions)
     if positions[-1] - first + 1 != count:
         received = f"{count} from {first} to {positions[-1]}"
-        raise bad_value("text", expected="the image tokens of one image, side by side", received=received, remedy=REMEDY)
+        raise bad_value(
+            "text", expected="the image tokens of one image, side by side", received=received, remedy=REMEDY
+        )
     return first, count

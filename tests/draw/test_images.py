@@ -1,0 +1,281 @@
+"""Images: grids of patches, labels and spans of what models read, figures over the picture."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from draw import tiny_vision
+from draw.tiny_models import gpt2
+from PIL import Image
+from transformers import SwinConfig, SwinModel
+
+import regard
+from regard.draw import ImageGrid, patch_grid
+from regard.draw.scene import Scene
+
+PROMPT = "what is <image> this ?"
+
+
+def picture(height: int = 31, width: int = 43) -> np.ndarray:
+    """Random bytes (H, W, 3)."""
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def places(rows: int, cols: int) -> list[str]:
+    return [f"r{row}c{col}" for row in range(rows) for col in range(cols)]
+
+
+# Vision transformers
+
+
+@pytest.mark.parametrize(
+    "make, processor, before, rows, cols",
+    [
+        (tiny_vision.vit, tiny_vision.image_processor(21, 35), ["[CLS]"], 3, 5),
+        (tiny_vision.clip_vision, tiny_vision.cropping_processor(35), ["[CLS]"], 5, 5),
+        (tiny_vision.siglip, tiny_vision.image_processor(21, 21), [], 3, 3),
+        (tiny_vision.dinov2, tiny_vision.image_processor(21, 35), ["[CLS]", "[REG0]", "[REG1]"], 3, 5),
+    ],
+)
+def test_a_vision_transformer(make, processor, before, rows, cols) -> None:
+    model = make()
+    seen = regard.look(model, processor, image=picture(), show=False)
+    assert seen.tokens == before + places(rows, cols)
+    assert seen.image.pixels.shape == (7 * rows, 7 * cols, 3)
+    grid = seen.image.grids[seen.layers[0]]
+    assert grid == ImageGrid(rows, cols, len(before), names=tuple(before))
+    inputs = dict(processor(images=Image.fromarray(picture()), return_tensors="pt"))
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = model(**inputs, output_attentions=True).attentions
+    assert len(maps) == len(seen) == 2
+    for layer, expected in zip(seen, maps, strict=True):
+        torch.testing.assert_close(layer.weights(), expected, atol=1e-5, rtol=1e-4)
+        assert layer.weights().std() > 1e-3  # (not uniform)
+
+
+@pytest.mark.parametrize("kind", ["pil", "grey", "numpy", "tensor", "floats"])
+def test_kinds_of_images(kind) -> None:
+    bytes_ = picture() if kind != "grey" else np.repeat(picture()[..., :1], 3, axis=2)
+    given = {
+        "pil": lambda: Image.fromarray(bytes_),
+        "grey": lambda: Image.fromarray(bytes_[..., 0]),
+        "numpy": lambda: bytes_,
+        "tensor": lambda: torch.tensor(bytes_),
+        "floats": lambda: torch.tensor(bytes_) / 255,
+    }[kind]()
+    model, processor = tiny_vision.vit(), tiny_vision.image_processor()
+    seen = regard.look(model, processor, image=given, show=False)
+    expected = regard.look(model, processor, image=Image.fromarray(bytes_), show=False)
+    torch.testing.assert_close(seen[1].weights(), expected[1].weights(), atol=0, rtol=0)
+
+
+def test_the_picture_is_the_one_that_the_model_got() -> None:
+    """Resized and cropped: the left and right of a wide picture are not there."""
+    wide = np.zeros((35, 105, 3), np.uint8)
+    wide[:, 35:70] = 200
+    seen = regard.look(tiny_vision.clip_vision(), tiny_vision.cropping_processor(35), image=wide, show=False)
+    assert (seen.image.pixels.float() - 200).abs().max() <= 1
+
+
+# Vision-language models
+
+
+@pytest.mark.parametrize("strategy", ["default", "full"])
+def test_llava(strategy) -> None:
+    model, processor = tiny_vision.llava(strategy), tiny_vision.llava_processor(strategy)
+    seen = regard.look(model, processor, PROMPT, image=picture(), show=False)
+    of_image, of_text = seen.tokens
+    before = ["[CLS]"] if strategy == "full" else []
+    assert of_image == ["[CLS]", *places(5, 5)]
+    assert of_text == ["what", "is", *before, *places(5, 5), "this", "?"]
+    grid = seen.image.grids["model.language_model.layers.0.self_attn"]
+    first = 2 + len(before)
+    assert (grid.rows, grid.cols, grid.first) == (5, 5, first)
+    spans = [("text", range(first)), ("image", range(first, first + 25)), ("text", range(first + 25, first + 27))]
+    assert grid.spans(len(of_text)) == spans
+    assert [panel.queries.text for panel in Scene(seen)] == [of_image, of_image, of_text, of_text]
+    inputs = processor(text=[PROMPT], images=Image.fromarray(picture()), return_tensors="pt")
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = model(**inputs, output_attentions=True).attentions
+    for layer, expected in zip(list(seen)[2:], maps, strict=True):
+        torch.testing.assert_close(layer.weights(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_qwen2_vl() -> None:
+    """Four patches become one token of the text; the encoder has them in squares of four."""
+    model, processor = tiny_vision.qwen2_vl(), tiny_vision.QwenProcessor()
+    text = "what is <start> <image> <end> this ?"
+    seen = regard.look(model, processor, text, image=picture(28, 42), show=False)
+    of_image, of_text = seen.tokens
+    assert of_image[:8] == ["r0c0", "r0c1", "r1c0", "r1c1", "r0c2", "r0c3", "r1c2", "r1c3"]
+    assert sorted(of_image) == sorted(places(4, 6))
+    assert of_text == ["what", "is", "<start>", *places(2, 3), "<end>", "this", "?"]
+    inputs = processor(text=[text], images=Image.fromarray(picture(28, 42)), return_tensors="pt")
+    assert patch_grid(model, inputs) == ImageGrid(2, 3, first=3)
+    assert patch_grid(model, inputs, tower=True) == ImageGrid(4, 6, block=2)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = model(**inputs, output_attentions=True).attentions
+    for layer, expected in zip(list(seen)[2:], maps, strict=True):
+        torch.testing.assert_close(layer.weights(), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_an_encoder_that_sorts_patches_into_windows_is_left_out() -> None:
+    text = "what is <start> <image> <end> this ?"
+    seen = regard.look(tiny_vision.qwen2_5_vl(), tiny_vision.QwenProcessor(), text, image=picture(28, 42), show=False)
+    assert seen.layers == ["model.language_model.layers.0.self_attn", "model.language_model.layers.1.self_attn"]
+    assert seen.tokens == ["what", "is", "<start>", *places(2, 3), "<end>", "this", "?"]
+    assert "windows" in seen.unseen["model.visual"]
+
+
+def test_two_towers_have_tokens_of_their_own() -> None:
+    seen = regard.look(tiny_vision.clip(), tiny_vision.ClipProcessor(), "a cat [EOS]", image=picture(), show=False)
+    for panel in Scene(seen):
+        expected = ["[CLS]", *places(3, 3)] if "vision" in panel.name else ["a", "cat", "[EOS]"]
+        assert panel.queries.text == panel.keys.text == expected
+    assert set(seen.image.grids) == {name for name in seen.layers if "vision" in name}
+
+
+@pytest.mark.parametrize("make", [tiny_vision.llava, tiny_vision.qwen2_vl])
+def test_what_is_generated_is_read_with_the_image(make) -> None:
+    model = make()
+    is_qwen = make is tiny_vision.qwen2_vl
+    processor = tiny_vision.QwenProcessor() if is_qwen else tiny_vision.llava_processor()
+    seen = regard.look(model, processor, PROMPT, image=picture(), generate=4, show=False)
+    without = regard.look(model, processor, PROMPT, image=picture(), show=False)
+    n = len(without.tokens[1])
+    assert seen.tokens[1][:n] == without.tokens[1]
+    assert len(seen.tokens[1]) == n + 3
+    assert isinstance(seen.generated, str)
+    torch.testing.assert_close(seen[-1].weights()[..., :n, :n], without[-1].weights(), atol=1e-5, rtol=1e-4)
+
+
+def test_each_patch_is_a_word() -> None:
+    labels = regard.heads.analysis.labels.Labels.of(["Ġsee", "r0c0", "r0c1", "ing"])
+    assert labels.words == ["see", "r0c0", "r0c1", "ing"]
+
+
+def test_tokens_of_both_sequences_are_saved(tmp_path) -> None:
+    seen = regard.look(tiny_vision.llava(), tiny_vision.llava_processor(), PROMPT, image=picture(), show=False)
+    seen.save(tmp_path / "seen.safetensors")
+    again = regard.heads.Record.load(tmp_path / "seen.safetensors")
+    assert again.tokens == seen.tokens
+    assert [panel.keys for panel in Scene(again)] == [panel.keys for panel in Scene(seen)]
+
+
+def test_the_page_has_the_labels(tmp_path) -> None:
+    path = tmp_path / "page.html"
+    regard.look(tiny_vision.llava(), tiny_vision.llava_processor(), PROMPT, image=picture(), html=path, show=False)
+    assert "r4c4" in path.read_text()
+
+
+# Grids
+
+
+def test_positions_and_places_are_inverse() -> None:
+    for grid in (ImageGrid(3, 5, 7), ImageGrid(4, 6, 2, block=2), ImageGrid(1, 1)):
+        positions = grid.positions()
+        assert sorted(positions.flatten().tolist()) == list(grid.span)
+        for row in range(grid.rows):
+            for col in range(grid.cols):
+                assert grid.place(grid.position(row, col)) == (row, col)
+        assert grid.place(grid.first - 1) is None
+        assert grid.place(grid.span.stop) is None
+        assert grid.is_image(grid.span.stop + 2).nonzero().flatten().tolist() == list(grid.span)
+
+
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: ImageGrid(0, 3), "ImageGrid rows: expected an integer from 1, received 0"),
+        (lambda: ImageGrid(3, 4, block=2), "ImageGrid: expected rows and cols that 2 divides, received 3 rows"),
+        (lambda: ImageGrid(3, 5, names=("[CLS]",)), "ImageGrid names: expected at most 0, for so many tokens stand"),
+        (lambda: ImageGrid(3, 5, 1).spans(15), "tokens: expected at least 16, for 3 x 5 patches from position 1 on"),
+        (lambda: ImageGrid(3, 5).position(3, 0), r"patch: expected a row below 3 and a col below 5, received \(3, 0\)"),
+        (
+            lambda: patch_grid(tiny_vision.qwen2_vl(), {"image_grid_thw": torch.tensor([[1, 4, 6], [1, 2, 2]])}),
+            "image_grid_thw: expected one image",
+        ),
+        (
+            lambda: patch_grid(tiny_vision.llava(), {"input_ids": torch.tensor([[2, 10, 10, 3]])}),
+            "image: expected 5 x 5 image tokens, by the configuration, received 2 in the text; remedy: watch the model",
+        ),
+        (
+            lambda: patch_grid(tiny_vision.llava(), {"input_ids": torch.tensor([[2, 10, 3, 10]])}),
+            "text: expected the image tokens of one image, side by side, received 2 from 1 to 3",
+        ),
+        (
+            lambda: patch_grid(tiny_vision.llava(), {"input_ids": torch.tensor([[2, 3]])}),
+            r"text: expected image tokens \(id 10\), received none",
+        ),
+        (
+            lambda: patch_grid(tiny_vision.vit(), {"pixel_values": torch.zeros(3, 21, 35)}),
+            r"pixel_values: expected one image, \(B, 3, height, width\), received shape \(3, 21, 35\)",
+        ),
+        (lambda: patch_grid(gpt2(), {}), "model: expected patch_size in its configuration, received GPT2LMHeadModel"),
+    ],
+)
+def test_grids_that_cannot_be(make, words) -> None:
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+# What the caller got wrong
+
+
+@pytest.mark.parametrize(
+    "given, error, words",
+    [
+        ({"model": gpt2}, ValueError, "image: expected none, for this model takes no pixel_values, received ndarray"),
+        ({"processor": None}, TypeError, "processor: expected the model's image processor, received None; remedy: loo"),
+        (
+            {"processor": tiny_vision.tokenizer},
+            TypeError,
+            "processor: expected one that takes images, received .*; remedy: AutoProcessor or AutoImageProcessor",
+        ),
+        ({"text": "a cat"}, TypeError, "text: expected none, for ViTModel reads an image alone, received str"),
+        ({"image": "cat.png"}, TypeError, r"image: expected a PIL image, .*received str; remedy: PIL.Image.open\(path"),
+        ({"image": [[1, 2]]}, TypeError, r"image: expected a PIL image, or an array or tensor \(H, W, 3\), received l"),
+        (
+            {"image": torch.zeros(3, 21, 35)},
+            ValueError,
+            r"image: expected shape \(H, W, 3\), received shape \(3, 21, 35\); remedy: image.permute\(1, 2, 0\)",
+        ),
+        ({"image": torch.zeros(21, 35)}, ValueError, r"image: expected shape \(H, W, 3\), received shape \(21, 35\)"),
+        ({"image": torch.full((5, 7, 3), 2.0)}, ValueError, "image: expected bytes, or floats from 0 to 1, received"),
+        ({"image": torch.zeros(5, 7, 3).long()}, TypeError, "image: expected bytes, .* received torch.int64"),
+        ({"generate": 3}, ValueError, "generate: expected 0, for this model reads an image alone, received 3"),
+        ({"target": "a cat"}, ValueError, "target: expected none, with an image, received str"),
+        (
+            {"model": tiny_vision.llava, "processor": tiny_vision.llava_processor},
+            TypeError,
+            "text: expected a text, which this model reads with the image, received None",
+        ),
+        (
+            {"model": tiny_vision.llava, "processor": tiny_vision.llava_processor, "text": "what is this ?"},
+            ValueError,
+            "text: expected '<image>' once, where the image is read, received 0 of them; remedy: '<image>' in the text",
+        ),
+        (
+            {"model": tiny_vision.llava, "processor": tiny_vision.llava_processor, "text": [PROMPT]},
+            TypeError,
+            "text: expected one text, with one image, received list",
+        ),
+    ],
+)
+def test_what_the_caller_got_wrong(given, error, words) -> None:
+    made = {"model": tiny_vision.vit, "processor": tiny_vision.image_processor} | given
+    model, processor = (make() if callable(make) else make for make in (made.pop("model"), made.pop("processor")))
+    with pytest.raises(error, match=words):
+        regard.look(model, processor, **({"image": picture(), "show": False} | made))
+
+
+def test_patches_that_are_not_in_one_sequence() -> None:
+    model = SwinModel(SwinConfig(image_size=28, patch_size=7, embed_dim=6, depths=[1], num_heads=[2], window_size=2))
+    with pytest.raises(
+        ValueError, match="image: expected 16 tokens in .*, with a grid of 4 x 4 patches, received 4 to"
+    ):
+        regard.look(model, tiny_vision.image_processor(28, 28), image=picture(), show=False)

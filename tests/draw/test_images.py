@@ -275,7 +275,6 @@ def test_what_the_caller_got_wrong(given, error, words) -> None:
 
 def test_patches_that_are_not_in_one_sequence() -> None:
     model = SwinModel(SwinConfig(image_size=28, patch_size=7, embed_dim=6, depths=[1], num_heads=[2], window_size=2))
-    with pytest.raises(
-        ValueError, match="image: expected 16 tokens in .*, with a grid of 4 x 4 patches, received 4 to"
-    ):
+    words = r"image: expected 16 tokens in .*, with a grid of 4 x 4 patches, received 4 tokens in each of 4 parts"
+    with pytest.raises(ValueError, match=words):
         regard.look(model, tiny_vision.image_processor(28, 28), image=picture(), show=False)

@@ -36,7 +36,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 WORDS = ["[PAD]", "[EOS]", "what", "is", "this", "?", "a", "cat", "<start>", "<end>", "<image>"]
 IMAGE = WORDS.index("<image>")
-SIZES = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3}
+SIZES: dict[str, Any] = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3}
 PATCH = 7
 
 
@@ -59,7 +59,7 @@ def clip_vision() -> CLIPVisionModel:
 
 
 def siglip() -> SiglipVisionModel:
-    sizes = {"image_size": 21, "patch_size": PATCH, "intermediate_size": 7, "vision_use_head": False}
+    sizes: dict[str, Any] = {"image_size": 21, "patch_size": PATCH, "intermediate_size": 7, "vision_use_head": False}
     return sharp(SiglipVisionModel(SiglipVisionConfig(**sizes, **SIZES)))
 
 
@@ -70,8 +70,14 @@ def dinov2() -> Dinov2WithRegistersModel:
 
 
 def clip() -> CLIPModel:
-    text = {"vocab_size": 11, "max_position_embeddings": 13, "intermediate_size": 7, "eos_token_id": 1, **SIZES}
-    vision = {"image_size": 21, "patch_size": PATCH, "intermediate_size": 7, **SIZES}
+    text: dict[str, Any] = {
+        "vocab_size": 11,
+        "max_position_embeddings": 13,
+        "intermediate_size": 7,
+        "eos_token_id": 1,
+        **SIZES,
+    }
+    vision: dict[str, Any] = {"image_size": 21, "patch_size": PATCH, "intermediate_size": 7, **SIZES}
     return sharp(CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=5)))
 
 
@@ -89,23 +95,48 @@ def llava(strategy: str = "default") -> LlavaForConditionalGeneration:
 
 
 QWEN_TEXT: dict[str, Any] = {
-    **{"vocab_size": 11, "hidden_size": 16, "intermediate_size": 7, "num_hidden_layers": 2, "num_attention_heads": 2},
-    **{"num_key_value_heads": 1, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
+    "vocab_size": 11,
+    "hidden_size": 16,
+    "intermediate_size": 7,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
     "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0},
 }
-QWEN_IDS = {"image_token_id": IMAGE, "vision_start_token_id": 8, "vision_end_token_id": 9, "video_token_id": 5}
+QWEN_IDS: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "vision_start_token_id": 8,
+    "vision_end_token_id": 9,
+    "video_token_id": 5,
+}
 
 
 def qwen2_vl() -> Qwen2VLForConditionalGeneration:
-    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2, "patch_size": PATCH}
+    vision: dict[str, Any] = {
+        "depth": 2,
+        "embed_dim": 16,
+        "hidden_size": 16,
+        "num_heads": 2,
+        "mlp_ratio": 2,
+        "patch_size": PATCH,
+    }
     config = Qwen2VLConfig(text_config=QWEN_TEXT, vision_config=vision, **QWEN_IDS)
     return sharp(Qwen2VLForConditionalGeneration(config))
 
 
 def qwen2_5_vl() -> Qwen2_5_VLForConditionalGeneration:
-    vision = {
-        **{"depth": 2, "hidden_size": 16, "out_hidden_size": 16, "num_heads": 2, "intermediate_size": 7},
-        **{"patch_size": PATCH, "window_size": 28, "fullatt_block_indexes": [1]},
+    vision: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": 16,
+        "out_hidden_size": 16,
+        "num_heads": 2,
+        "intermediate_size": 7,
+        "patch_size": PATCH,
+        "window_size": 28,
+        "fullatt_block_indexes": [1],
     }
     config = Qwen2_5_VLConfig(text_config=QWEN_TEXT, vision_config=vision, **QWEN_IDS)
     return sharp(Qwen2_5_VLForConditionalGeneration(config))
@@ -114,7 +145,11 @@ def qwen2_5_vl() -> Qwen2_5_VLForConditionalGeneration:
 def tokenizer() -> PreTrainedTokenizerFast:
     words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[PAD]"))
     words.pre_tokenizer = WhitespaceSplit()
-    special = {"pad_token": "[PAD]", "eos_token": "[EOS]", "additional_special_tokens": ["<image>", "<start>", "<end>"]}
+    special: dict[str, Any] = {
+        "pad_token": "[PAD]",
+        "eos_token": "[EOS]",
+        "additional_special_tokens": ["<image>", "<start>", "<end>"],
+    }
     return PreTrainedTokenizerFast(tokenizer_object=words, **special)
 
 
@@ -142,7 +177,7 @@ class QwenProcessor:
     image_token = "<image>"
 
     def __init__(self) -> None:
-        limits = {"min_pixels": 14 * 14, "max_pixels": 42 * 28}
+        limits: dict[str, Any] = {"min_pixels": 14 * 14, "max_pixels": 42 * 28}
         self.image_processor = Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, **limits)
         self.tokenizer = tokenizer()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -221,6 +223,144 @@ def test_positions_and_places_are_inverse() -> None:
 def test_grids_that_cannot_be(make, words) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+# Figures
+
+
+@pytest.fixture(scope="module")
+def dino() -> regard.heads.Record:
+    return regard.look(tiny_vision.dinov2(), tiny_vision.image_processor(), image=picture(), show=False)
+
+
+@pytest.fixture(scope="module")
+def qwen() -> regard.heads.Record:
+    model, processor = tiny_vision.qwen2_vl(), tiny_vision.QwenProcessor()
+    return regard.look(model, processor, "what is <image> this ?", image=picture(28, 42), show=False)
+
+
+def drawn_maps(figure) -> dict[str, torch.Tensor]:
+    return {x.get_label(): torch.tensor(np.asarray(x.get_array())) for x in figure.axes[0].images}
+
+
+def texts_of(figure) -> list[str]:
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
+@pytest.mark.parametrize("token, position", [("[CLS]", 0), ("[REG1]", 2), ("r2c1", 14), (14, 14), (-1, 17)])
+def test_one_tokens_weights_over_the_picture(dino, token, position, tmp_path) -> None:
+    path = tmp_path / "map.png"
+    figure = regard.draw.image(dino, 1, 2, token, path=path)
+    maps = drawn_maps(figure)
+    weights = dino[1].weights(2, position, batch=0)
+    torch.testing.assert_close(maps["1.2"], weights[3:].view(3, 5))
+    assert maps["picture"].shape == (21, 35, 3)
+    texts = texts_of(figure)
+    assert {"image", "[CLS]", "[REG0]", "[REG1]"} <= set(texts)
+    assert f"{float(weights[3:].sum()):.3f}" in texts
+    assert f"{float(weights[0]):.3f}" in texts
+    pixels = np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3)
+    assert len(np.unique(pixels, axis=0)) > 50
+
+
+def test_squares_lie_where_their_patches_are(dino) -> None:
+    """The colour of the darkest square is at the place of the patch with the largest weight."""
+    figure = regard.draw.image(dino, 0, 1, "[CLS]", torch.ones(21, 35, 3), dpi=100)
+    figure.canvas.draw()
+    weights = dino[0].weights(1, 0, batch=0)[3:].view(3, 5)
+    drawn = next(x for x in figure.axes[0].images if x.get_label() == "0.1")
+    left, right, bottom, top = drawn.get_extent()
+    pixels = np.asarray(figure.canvas.buffer_rgba())[..., :3].astype(int)
+    shade = torch.empty(3, 5)
+    for row in range(3):
+        for col in range(5):
+            x, y = left + (col + 0.5) * (right - left) / 5, top + (row + 0.5) * (bottom - top) / 3
+            shade[row, col] = 765 - pixels[int(y * 100), int(x * 100)].sum()
+    assert shade.flatten().argsort()[-3:].tolist() == weights.flatten().argsort()[-3:].tolist()
+
+
+def test_all_heads_of_a_layer(dino) -> None:
+    figure = regard.draw.image(dino, "encoder.layer.0.attention", None, "[CLS]")
+    maps = drawn_maps(figure)
+    assert [name for name in maps if name != "picture"] == ["0.0", "0.1", "0.2"]
+    for head in range(3):
+        torch.testing.assert_close(maps[f"0.{head}"], dino[0].weights(head, 0, batch=0)[3:].view(3, 5))
+    scales = {x.norm.vmax for x in figure.axes[0].images if x.get_label() != "picture"}
+    assert scales == {float(dino[0].weights(None, 0, batch=0)[:, 3:].max())}
+
+
+def test_patches_in_squares_are_put_in_rows(qwen) -> None:
+    """The image encoder of Qwen2-VL: r0c2 is the fifth token, r1c0 the third."""
+    maps = drawn_maps(regard.draw.image(qwen, 0, 1, "r1c0"))
+    weights = qwen[0].weights(1, 2, batch=0)
+    assert maps["0.1"].shape == (4, 6)
+    assert maps["0.1"][0, 2] == weights[4]
+    assert maps["0.1"][3, 5] == weights[23]
+
+
+def test_a_word_looks_at_the_picture(qwen) -> None:
+    figure = regard.draw.image(qwen, 3, 0, "this")
+    weights = qwen[3].weights(0, 8, batch=0)
+    torch.testing.assert_close(drawn_maps(figure)["3.0"], weights[2:8].view(2, 3))
+    assert {"image", "what", "is", "this", "?"} <= set(texts_of(figure))
+
+
+def test_words_that_look_at_a_patch(qwen) -> None:
+    key = qwen.image.grids[qwen.layers[3]].position(1, 2)
+    texts = texts_of(regard.draw.image_readers(qwen, 3, 1, (1, 2)))
+    weights = qwen[3].weights(1, None, key, batch=0)
+    for position, word in ((0, "what"), (8, "this"), (9, "?")):
+        assert texts[texts.index(word) + 1] == f"{float(weights[position]):.3f}"
+    figure = regard.draw.image_readers(qwen, 3, None, (1, 2))
+    readers = next(x for ax in figure.axes for x in ax.images if x.get_label() == "readers")
+    expected = torch.stack([qwen[3].weights(head, None, key, batch=0)[[0, 1, 8, 9]] for head in range(2)], 1)
+    torch.testing.assert_close(torch.tensor(np.asarray(readers.get_array()))[:-1], expected)
+
+
+def test_a_record_of_watch_alone() -> None:
+    model = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    with regard.watch(model, keep="qk") as seen, torch.no_grad():
+        model(*[torch.randn(2, 8, 8)] * 3, need_weights=False)
+    grid = ImageGrid(2, 3, first=1)
+    figure = regard.draw.image(seen, 0, 1, "0", torch.rand(5, 7, 3), grid, item=1)
+    torch.testing.assert_close(drawn_maps(figure)["0.1"], seen[0].weights(1, 0, batch=1)[1:7].view(2, 3))
+
+
+@pytest.mark.parametrize(
+    "given, error, words",
+    [
+        ({"grid": None}, TypeError, "grid: expected an ImageGrid, which says where the patches of .*, received None"),
+        ({"grid": ImageGrid(3, 5)}, ValueError, "tokens of .*: expected at least 15, for 3 x 5 patches .*received 8"),
+        ({"image": None}, TypeError, "image: expected the picture, received None"),
+        ({"head": 2}, ValueError, "head: expected from 0 to 1, or None for all, received 2"),
+        ({"token": "cat"}, ValueError, "token: expected one of 0, r0c0, r0c1 ... 7, received 'cat'"),
+        ({"token": 8}, ValueError, "token: expected a label, or a position below 8, received 8"),
+        ({"item": 3}, ValueError, "item: expected from 0 to 0, received 3"),
+        ({"width": 1.5}, ValueError, "width: expected at least .* inches, received 1.5"),
+        ({"path": "map.gif"}, ValueError, "path: expected one that ends in .png, .svg, .pdf, received 'map.gif'"),
+    ],
+)
+def test_figures_that_cannot_be(given, error, words) -> None:
+    model = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    with regard.watch(model, keep="qk") as seen, torch.no_grad():
+        model(*[torch.randn(1, 8, 8)] * 3, need_weights=False)
+    usual = {"layer": 0, "head": 1, "token": 0, "image": torch.rand(5, 7, 3), "grid": ImageGrid(2, 3, first=1)}
+    with pytest.raises(error, match=words):
+        regard.draw.image(seen, **(usual | given))
+
+
+def test_matplotlib_is_an_extra(monkeypatch, dino) -> None:
+    for name in ("matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ImportError, match=r"matplotlib is not installed; it comes with: pip install 'regard\[draw\]'"):
+        regard.draw.image(dino, 0, 0, 0)
+
+
+def test_pillow_is_an_extra(monkeypatch) -> None:
+    model, processor = tiny_vision.vit(), tiny_vision.image_processor()
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match=r"Pillow is not installed; it comes with: pip install 'regard\[draw\]'"):
+        regard.look(model, processor, image=torch.rand(5, 7, 3), show=False)
 
 
 # What the caller got wrong

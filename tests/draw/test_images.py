@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -223,6 +224,16 @@ def test_positions_and_places_are_inverse() -> None:
 def test_grids_that_cannot_be(make, words) -> None:
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.slow
+def test_the_example_of_the_documentation_runs(tmp_path, monkeypatch, capsys) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "heads.md").read_text(encoding="utf-8")
+    code = text.split("## Images")[1].split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "heads.md", "exec"), {})
+    assert "14 14 5 ['[CLS]', '[REG0]', '[REG1]', '[REG2]', '[REG3]', 'r0c0', 'r0c1']" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cls.png", "heads.png", "readers.png"]
 
 
 # Figures

@@ -203,9 +203,12 @@ def _view(seen: Any, layer: int | str, head: int | None, image: Any, grid: Any, 
             remedy="patch_grid(model, inputs), or look(model, processor, image=image)",
         )
     check_fits(grid, record.num_keys, f"tokens of {record.name}")
-    if image is None and known is None:
+    if image is not None:
+        pixels = pixels_of(image)
+    elif known is not None:
+        pixels = known.pixels
+    else:
         raise bad_type("image", expected="the picture", received="None", remedy="draw.image(..., image=image)")
-    pixels = known.pixels if image is None else pixels_of(image)
     rows = tokens_of(seen, seen.tokens)[record.name]
     words = None if rows is None else rows[item]
     if words is None or len(words) != record.num_keys:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import sys
 from pathlib import Path
 
@@ -172,7 +175,21 @@ def test_tokens_of_both_sequences_are_saved(tmp_path) -> None:
 def test_the_page_has_the_labels(tmp_path) -> None:
     path = tmp_path / "page.html"
     regard.look(tiny_vision.llava(), tiny_vision.llava_processor(), PROMPT, image=picture(), html=path, show=False)
-    assert "r4c4" in path.read_text()
+    text = path.read_text()
+    assert "<title>what is (image) this ?</title>" in text
+    meta = json.loads(text.split('id="regard-meta">')[1].split("</script>")[0])
+    (run,) = meta["runs"]
+    assert run["texts"][1]["tokens"] == ["what", "is", *places(5, 5), "this", "?"]
+    assert [layer["grid"]["first"] for layer in run["layers"]] == [1, 1, 2, 2]
+    data = base64.b64decode(run["image"]["source"].removeprefix("data:image/jpeg;base64,"))
+    assert Image.open(io.BytesIO(data)).size == (run["image"]["width"], run["image"]["height"]) == (35, 35)
+
+
+def test_a_large_picture_is_made_small_for_the_page() -> None:
+    seen = regard.look(tiny_vision.vit(), tiny_vision.image_processor(), image=picture(), show=False)
+    plain = len(str(regard.draw.page(seen)))
+    seen.image.pixels = torch.tensor(picture(1024, 2048))  # (noise, which no JPEG makes small)
+    assert len(str(regard.draw.page(seen))) < plain + 110_000
 
 
 # Grids

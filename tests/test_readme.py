@@ -1,5 +1,5 @@
-"""The Python blocks of the README, docs/tour.md, docs/from_torch.md and docs/latent.md run, in order, as one program each; what is
-said that they print is what they print."""
+"""The Python blocks of the README, the tour and some pages run, in order, as one program each; what is said
+that they print is what they print."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_the_readme_is_short() -> None:
-    text = re.sub(r"```.*?```|<!--.*?-->|^\|.*?$", "", README.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"```.*?```|<!--.*?-->|^\|.*?$", "", README.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
     assert len(text.split()) < 800
 
 

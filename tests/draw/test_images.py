@@ -14,7 +14,7 @@ import torch
 from draw import tiny_vision
 from draw.tiny_models import gpt2
 from PIL import Image
-from transformers import SwinConfig, SwinModel
+from transformers import SwinConfig, SwinModel, ViTMAEConfig, ViTMAEModel
 
 import regard
 from regard.draw import ImageGrid, patch_grid
@@ -59,6 +59,13 @@ def test_a_vision_transformer(make, processor, before, rows, cols) -> None:
     for layer, expected in zip(seen, maps, strict=True):
         torch.testing.assert_close(layer.weights(), expected, atol=1e-5, rtol=1e-4)
         assert layer.weights().std() > 1e-3  # (not uniform)
+
+
+def test_a_learned_query_that_pools_the_patches() -> None:
+    seen = regard.look(tiny_vision.siglip(head=True), tiny_vision.image_processor(21, 21), image=picture(), show=False)
+    assert seen.tokens == (places(3, 3), ["[PROBE0]"])
+    labels = [(panel.queries.text, panel.keys.text) for panel in Scene(seen)]
+    assert labels == [*[(places(3, 3), places(3, 3))] * 2, (["[PROBE0]"], places(3, 3))]
 
 
 @pytest.mark.parametrize("kind", ["pil", "grey", "numpy", "tensor", "floats"])
@@ -234,6 +241,10 @@ def test_positions_and_places_are_inverse() -> None:
         (
             lambda: patch_grid(tiny_vision.vit(), {"pixel_values": torch.zeros(3, 21, 35)}),
             r"pixel_values: expected one image, \(B, 3, height, width\), received shape \(3, 21, 35\)",
+        ),
+        (
+            lambda: patch_grid(ViTMAEModel(ViTMAEConfig(patch_size=7, image_size=21, **tiny_vision.SIZES)), {}),
+            "model: expected one that reads all patches in order, received ViTMAEModel, which leaves some out",
         ),
         (lambda: patch_grid(gpt2(), {}), "model: expected patch_size in its configuration, received GPT2LMHeadModel"),
     ],

@@ -58,8 +58,9 @@ def clip_vision() -> CLIPVisionModel:
     return sharp(CLIPVisionModel(CLIPVisionConfig(image_size=35, patch_size=PATCH, intermediate_size=7, **SIZES)))
 
 
-def siglip() -> SiglipVisionModel:
-    sizes: dict[str, Any] = {"image_size": 21, "patch_size": PATCH, "intermediate_size": 7, "vision_use_head": False}
+def siglip(head: bool = False) -> SiglipVisionModel:
+    """No class token; with a head, a learned query that pools the patches."""
+    sizes: dict[str, Any] = {"image_size": 21, "patch_size": PATCH, "intermediate_size": 7, "vision_use_head": head}
     return sharp(SiglipVisionModel(SiglipVisionConfig(**sizes, **SIZES)))
 
 

@@ -197,6 +197,9 @@ def patch_grid(model: nn.Module, inputs: Mapping[str, Any], *, tower: bool = Fal
     if not isinstance(model, nn.Module):
         raise bad_type("model", expected="an nn.Module", received=type(model).__name__)
     vision, config = vision_tower(model), getattr(model, "config", None)
+    if getattr(vision.config, "mask_ratio", None) is not None:
+        received = f"{type(vision.module).__name__}, which leaves some out and shuffles the others (mask_ratio)"
+        raise bad_value("model", expected="one that reads all patches in order", received=received)
     rows, cols = _patches(vision, inputs)
     merge = _merge(config, vision.config)
     image_id = getattr(config, "image_token_id", None)

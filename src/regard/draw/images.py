@@ -105,8 +105,14 @@ def watched(
 def label_layers(model: nn.Module, encoded: ImageInputs, seen: Record) -> None:
     """Set a record's tokens, and where each layer's patches are."""
     tower, inputs = encoded.tower, encoded.inputs
-    of_image = [layer for layer in seen if tower.has(layer.name)]
     of_text = [layer for layer in seen if not tower.has(layer.name)]
+    pooling = [layer for layer in seen if tower.has(layer.name) and layer.num_queries != layer.num_keys]
+    if pooling and (of_text or len({layer.num_queries for layer in pooling}) > 1):
+        for layer in pooling:
+            del seen.by_name[layer.name]
+            seen.unseen[layer.name] = "its queries are no tokens: they pool the patches"
+        pooling = []
+    of_image = [layer for layer in seen if tower.has(layer.name) and layer not in pooling]
     seen.image = Picture(encoded.pixels)
     sides: dict[str, list[str]] = {}
     if of_image:
@@ -114,6 +120,9 @@ def label_layers(model: nn.Module, encoded: ImageInputs, seen: Record) -> None:
         sides["image"] = grid.labels()
         _check_layers(of_image, len(sides["image"]), grid)
         seen.image.grids |= {layer.name: grid for layer in of_image}
+        if pooling:  # (as SigLIP has it: learned queries over all patches)
+            _check_layers(pooling, len(sides["image"]), grid)
+            sides["text"] = [f"[PROBE{i}]" for i in range(pooling[0].num_queries)]
     elif tower.windowed:
         seen.unseen[tower.name or "model"] = "it sorts patches into windows: their places are not known"
     if of_text:

@@ -172,6 +172,9 @@ def _read_image(
         encoded = encode_image(model, processor, text, image)
         if generate and not encoded.has_text:
             raise bad_value("generate", expected="0, for this model reads an image alone", received=str(generate))
+        if generate and not hasattr(encoded.tokenizer, "decode"):
+            expected = "one with a tokenizer, to generate a text"
+            raise bad_type("processor", expected=expected, received=type(processor).__name__)
         passes, generated = ForwardProgress(model, progress, bool(generate)), None
         if generate:
             with passes.forwards(generate):

@@ -42,7 +42,7 @@ class Record:
         self.unseen: dict[str, str] = {}  # layers whose attention could not be read, with the reason
         self.tokens: Any = None  # a list; a list for each item of a batch ("" for padding); or a pair (source, target)
         self.model: Callable[[], Any] = _no_model  # a weak reference; `roles` asks for its tokenizer
-        # Layers that read the first of a pair of tokens, where no cross attention tells: those of an image encoder.
+        # Layers that read the first of a pair of tokens: those of an image encoder. Without any, cross attention tells.
         self.source_layers: tuple[str, ...] = ()
         self.image: Any = None  # the picture that `look` showed the model, and where its patches are (`draw.images`)
         self.treebank: Any = None  # a CoNLL-U file, or sentences of one: where it has the text, stories know its syntax

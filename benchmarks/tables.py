@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/performance.md", "docs/kernel.md", "docs/heads.md")
+PAGES = ("README.md", "docs/tour.md", "docs/performance.md", "docs/kernel.md", "docs/heads.md")
 ATLASES = Path("src/regard/heads/analysis/atlases")
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 Rows = list[dict[str, Any]]

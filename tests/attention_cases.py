@@ -16,7 +16,7 @@ from torch import Tensor
 import regard
 from regard.attention import prepare
 from regard.kernels import Call, fused, reference
-from regard.masks import Causal, Documents, Hide, Keep, Mask, Padding, Prefix, Window
+from regard.masks import Blocks, Causal, Chunk, Documents, Hide, Keep, Mask, Padding, Prefix, Tree, Window
 from regard.positions import Alibi, RelativeBias
 
 
@@ -252,7 +252,15 @@ def masks(draw: Any, batch: int, heads: int, n: int, m: int, depth: int = 2) -> 
         "per item": lambda: Hide(booleans(batch, n, m)),
         "per head": lambda: Keep(booleans(1, heads, n, m)),
         "full": lambda: Keep(booleans(batch, heads, n, m)),
+        "chunk": lambda: Chunk(size),
+        "chunk from a start": lambda: Chunk(size, start=1),
+        "blocks": lambda: Blocks(integers(-(-m // 3) + 1, batch, 1, -(-n // size), 2) - 1, 3, size),
+        "blocks per head": lambda: Blocks(integers(-(-m // 2) + 1, batch, heads, n, 3) - 1, 2, 1),
     }
+    if n <= m:  # queries are drafts, which are among the keys
+        made["tree"] = lambda: Tree(
+            integers(m, 1 if size % 2 else batch, max(n, m // 2)) % torch.arange(1, max(n, m // 2) + 1) - 1
+        )
     return made[draw(st.sampled_from(sorted(made)))]()
 
 

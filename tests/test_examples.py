@@ -194,3 +194,21 @@ def test_without_matplotlib_there_is_no_figure_and_it_is_said(tmp_path) -> None:
     out = run(tmp_path, "why_many_heads.py", "--steps", "0", "--seeds", "1", PYTHONPATH=str(tmp_path))
     assert out.endswith("\nno figure: matplotlib is not installed\n")
     assert not (tmp_path / "why_many_heads.png").exists()
+
+
+@pytest.mark.usefixtures("matplotlib")
+@pytest.mark.slow
+def test_diverging(tmp_path) -> None:
+    out = run(tmp_path, "diverging.py")
+    assert "scores grow: head " in out
+    warned = numbers(r"without qk_clip: step (\d+): ", out)[0]
+    assert warned < 16
+    pattern = r"{} +loss (\S+) at step 16, lowest \S+ at step \d+, in the end (\S+); largest score (\S+)"
+    early, late, score = numbers(pattern.format("without qk_clip:"), out)
+    assert early < 2.5  # (it was 2.87 at first: the loss fell when it warned)
+    assert late > 0.5
+    assert score > 1000
+    _, late, score = numbers(pattern.format("with qk_clip:"), out)
+    assert late < 0.3
+    assert score < 200
+    assert_picture(tmp_path / "diverging.png", 900, 360)

@@ -18,7 +18,9 @@ from torch import Tensor
 import regard
 from regard.masks import (
     And,
+    Blocks,
     Causal,
+    Chunk,
     Documents,
     Grid,
     Hide,
@@ -30,6 +32,7 @@ from regard.masks import (
     Prefix,
     Survey,
     Tile,
+    Tree,
     Window,
     as_mask,
     conjuncts,
@@ -55,6 +58,8 @@ RULES: dict[str, tuple[Mask, Callable[[int, int], bool]]] = {
     "before alone": (Window(before=2), lambda q, k: q - 2 <= k <= q),
     "prefix of 0": (Prefix(0), lambda q, k: False),
     "prefix of 2": (Prefix(2), lambda q, k: k < 2),
+    "chunks of 3": (Chunk(3), lambda q, k: q // 3 == k // 3),
+    "chunks from 2": (Chunk(5, start=2), lambda q, k: (q - 2) // 5 == (k - 2) // 5),
 }
 
 
@@ -166,8 +171,18 @@ def leaves(batch: int, heads: int, n: int, m: int) -> st.SearchStrategy[Mask]:
             lambda seed: torch.randint(0, high, shape, generator=torch.Generator().manual_seed(seed))
         )
 
+    def drafts(size: int) -> st.SearchStrategy[Tensor]:
+        return integers(97, batch, size).map(lambda t: t % torch.arange(1, size + 1) - 1)
+
     return st.one_of(
         st.builds(Causal),
+        st.builds(Chunk, st.integers(1, m + 1), st.integers(-2, 2)),
+        st.sampled_from([(1, 2), (3, 1), (2, 3)]).flatmap(
+            lambda sides: integers(-(-m // sides[0]) + 1, batch, heads, -(-n // sides[1]), 2).map(
+                lambda t: Blocks(t - 1, *sides)
+            )
+        ),
+        *([] if n > m else [drafts(n).map(Tree), drafts(m).map(Tree)]),
         st.integers(1, m + 1).map(Window),
         st.builds(lambda b, a: Window(before=b, after=a), st.integers(0, m), st.integers(0, m)),
         st.integers(0, m + 1).map(Prefix),
@@ -247,7 +262,7 @@ def test_a_block_is_the_slice_of_the_dense_mask(
         for i in range(0, n, height):
             for j in range(0, m, width):
                 items, rows, cols = slice(b, b + 1), slice(i, min(i + height, n)), slice(j, min(j + width, m))
-                tile = Tile(n, items, rows, cols, plane.q_positions[:, rows], plane.k_positions[:, cols])
+                tile = Tile(n, items, rows, cols, plane.q_positions[:, rows], plane.k_positions[:, cols], keys=m)
                 wanted = dense[items, :, rows, cols]
                 assert torch.equal(mask.block(tile).expand(wanted.shape), wanted)
 
@@ -276,6 +291,8 @@ def test_conjuncts_all_agree_on_what_is_visible(tree: tuple[Mask, Tensor, tuple[
         Prefix(0),
         Prefix(4),
         Prefix(torch.tensor([3, 0])),
+        Chunk(4),
+        Chunk(5, start=3),
         Padding(lengths=torch.tensor([0, 4, 13])),
     ],
     ids=repr,
@@ -348,6 +365,11 @@ def test_a_mask_that_knows_nothing_of_tiles_says_so() -> None:
         (Documents(torch.zeros(3, 5).int()), "Documents((3, 5))"),
         (Keep(torch.ones(5, 7).bool()), "Keep((1, 1, 5, 7))"),
         (Hide(torch.ones(2, 3, 5, 7).bool()), "Hide((2, 3, 5, 7))"),
+        (Chunk(3), "Chunk(3)"),
+        (Chunk(3, start=1), "Chunk(3, start=1)"),
+        (Blocks(torch.tensor([[0, 1], [1, -1]]), 16), "Blocks([[[0, 1], [1, -1]]], 16)"),
+        (Blocks(torch.zeros(2, 3, 5, 7).int(), 16, 1), "Blocks((2, 3, 5, 7), 16, query_size=1)"),
+        (Tree(torch.tensor([-1, 0, 0])), "Tree([-1, 0, 0])"),
         (Causal() & Window(2) & Prefix(1), "Causal() & Window(2) & Prefix(1)"),
         (Causal() | Prefix(2), "Causal() | Prefix(2)"),
         ((Causal() | Prefix(2)) & Window(3), "(Causal() | Prefix(2)) & Window(3)"),

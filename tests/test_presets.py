@@ -9,7 +9,8 @@ import torch
 
 import regard
 from regard import MultiHeadAttention
-from regard.positions import Llama3, RelativeBias, Rotary
+from regard.positions import LinearScaling, Llama3, MultiAxisRotary, RelativeBias, Rotary
+from regard.positions.scalings import Scaling
 from regard.presets import CONFIGURATIONS, configuration
 
 PARAMETERS = {  # of one attention layer: weights, then biases
@@ -32,15 +33,25 @@ PARAMETERS = {  # of one attention layer: weights, then biases
     "smollm2-135m": 2 * 576 * 576 + 2 * 576 * 192,
     "qwen2.5-0.5b": 2 * 896 * 896 + 2 * 896 * 128 + 896 + 2 * 128,
     "qwen3-0.6b": 2 * 1024 * 2048 + 2 * 1024 * 1024 + 2 * 128,
+    "gemma2-2b": 2 * 2304 * 2048 + 2 * 2304 * 1024,
+    "modernbert-base": 4 * 768 * 768,
+    "mistral-small-24b": 2 * 5120 * 4096 + 2 * 5120 * 1024,
+    "gemma3-4b": 2 * 2560 * 2048 + 2 * 2560 * 1024 + 2 * 256,
+    "smollm3-3b": 2 * 2048 * 2048 + 2 * 2048 * 512,
+    "gpt-oss-20b": 2 * 2880 * 4096 + 2 * 2880 * 512 + 4096 + 2 * 512 + 2880 + 64,
+    "qwen2.5-vl-72b": 2 * 8192 * 8192 + 2 * 8192 * 1024 + 8192 + 2 * 1024,
+    "llama4-scout": 2 * 5120 * 5120 + 2 * 5120 * 1024,
+    "gemma3n-e4b": 2 * 2048 * 2048 + 2 * 2048 * 512 + 2 * 256,
+    "qwen3-next-80b": 3 * 2048 * 4096 + 2 * 2048 * 512 + 2 * 256,  # the gate is as large as q
 }
 
 
 def test_every_entry_has_its_count() -> None:
-    assert set(PARAMETERS) == set(CONFIGURATIONS)
+    assert {*PARAMETERS, "deepseek-v3"} == set(CONFIGURATIONS)
     assert PARAMETERS["bert-base"] == 2_362_368
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_every_entry_builds_and_runs_on_meta(name: str) -> None:
     config = configuration(name)
     with torch.device("meta"):
@@ -99,6 +110,102 @@ def test_positions_are_each_models_own() -> None:
 def test_facts(name: str, facts: dict[str, object]) -> None:
     config = configuration(name)
     assert {field: getattr(config, field) for field in facts} == facts
+
+
+def test_latent_attention_is_another_class() -> None:
+    words = r"received keys and values of one latent vector of 512 per token; remedy: regard\.LatentAttention"
+    with pytest.raises(ValueError, match=f"configuration: expected a layer that MultiHeadAttention can be, {words}"):
+        MultiHeadAttention.from_config("deepseek-v3")
+
+
+def test_parts_of_each_layer() -> None:
+    with torch.device("meta"):
+        gemma2, oss = (MultiHeadAttention.from_config(name) for name in ("gemma2-2b", "gpt-oss-20b"))
+        near, far = (MultiHeadAttention.from_config("llama4-scout", layer) for layer in (0, 3))
+        own, shared = (MultiHeadAttention.from_config("gemma3n-e4b", layer) for layer in (19, 20))
+        gated = MultiHeadAttention.from_config("qwen3-next-80b", 3)
+        picture = MultiHeadAttention.from_config("qwen2.5-vl-72b")
+    assert (gemma2.softcap, oss.sinks is not None) == (50.0, True)
+    assert near.query_scale is None
+    assert near.q_norm is not None
+    assert far.query_scale is not None
+    assert far.q_norm is far.position_encoding is None
+    assert own.v_norm is not None
+    assert shared.k_proj is None
+    assert gated.gate_proj is not None
+    assert isinstance(picture.position_encoding, MultiAxisRotary)
+    with pytest.raises(ValueError, match=r"expected a layer of attention, received layer 0, .*one of 3, 7, 11"):
+        MultiHeadAttention.from_config("qwen3-next-80b", 0)
+    with pytest.raises(ValueError, match="layer: expected a number from 0 to 47, received 48"):
+        MultiHeadAttention.from_config("llama4-scout", 48)
+
+
+def test_layers_of_one_model_may_differ() -> None:
+    gemma = configuration("gemma3-4b")
+    assert gemma.kinds[:7] == (*["window"] * 5, "full", "window")
+    assert gemma.kinds.count("full") == 5
+    near, far = gemma.encoding_of(0), gemma.encoding_of(5)
+    assert isinstance(near, Rotary)
+    assert isinstance(far, Rotary)
+    assert (near.base, near.scaling, far.base, far.scaling) == (1e4, Scaling(), 1e6, LinearScaling(8.0))
+    smollm = configuration("smollm3-3b")
+    assert [smollm.encoding_of(i) is None for i in range(8)] == [False, False, False, True] * 2
+    with torch.device("meta"):
+        assert MultiHeadAttention.from_config(smollm, 3).position_encoding is None
+    assert configuration("mistral-7b").kinds == ("window",) * 32
+    assert configuration("llama2-7b").kinds == ("full",) * 32
+
+
+def test_what_a_token_leaves_in_the_caches() -> None:
+    """Numbers, of layers; closed forms of the papers' sizes."""
+    assert configuration("deepseek-v3").kept(60) == 512 + 64
+    assert configuration("deepseek-v3").kept_by_all_heads() == 128 * (128 + 64 + 128)
+    assert configuration("llama2-7b").kept(0) == configuration("llama2-7b").kept_by_all_heads() == 2 * 4096
+    assert configuration("llama3-8b").kept(0) == 2 * 8 * 128
+    qwen = configuration("qwen3-next-80b")
+    assert [qwen.kept(i) for i in range(4)] == [0, 0, 0, 2 * 2 * 256]
+    gemma = configuration("gemma3n-e4b")
+    assert [gemma.kept(i) for i in (0, 19, 20, 34)] == [1024, 1024, 0, 0]
+    assert configuration("bert-base").kept(0) == 0
+
+
+@pytest.mark.parametrize(
+    "name, cls",
+    [
+        ("gemma2-2b", "Gemma2Config"),
+        ("modernbert-base", "ModernBertConfig"),
+        ("deepseek-v3", "DeepseekV3Config"),
+        ("qwen2.5-vl-72b", "Qwen2_5_VLTextConfig"),
+        ("llama4-scout", "Llama4TextConfig"),
+        ("gemma3n-e4b", "Gemma3nTextConfig"),
+        ("smollm3-3b", "SmolLM3Config"),
+        ("qwen3-next-80b", "Qwen3NextConfig"),
+    ],
+)
+def test_sizes_are_those_of_transformers(name: str, cls: str) -> None:
+    """Where the defaults of a class are this model's."""
+    import transformers
+
+    theirs, ours = getattr(transformers, cls)(), configuration(name)
+    assert ours.layers == theirs.num_hidden_layers
+    assert (ours.embed_dim, ours.num_heads) == (theirs.hidden_size, theirs.num_attention_heads)
+    assert (ours.num_kv_heads or ours.num_heads) == getattr(theirs, "num_key_value_heads", ours.num_heads)
+    words = {"full": "full_attention", "window": "sliding_attention", "chunk": "chunked_attention"}
+    words["linear"] = "linear_attention"
+    kinds = getattr(theirs, "layer_types", None) or ["full_attention"] * ours.layers
+    assert [words[kind] for kind in ours.kinds] == kinds
+    if ours.window is not None:
+        assert ours.window == theirs.sliding_window * (1 if ours.causal else 2)
+    if ours.parts.no_rotary_every is not None:
+        assert [ours.encoding_of(i) is not None for i in range(ours.layers)] == [bool(x) for x in theirs.no_rope_layers]
+    latent = ours.parts.latent
+    if latent is not None:
+        assert (latent.kv_rank, latent.rotary_dim) == (theirs.kv_lora_rank, theirs.qk_rope_head_dim)
+        assert (latent.query_rank, latent.head_dim) == (theirs.q_lora_rank, theirs.qk_nope_head_dim)
+        assert latent.value_head_dim == theirs.v_head_dim
+    else:
+        head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+        assert (ours.head_dim or ours.embed_dim // ours.num_heads) == head_dim
 
 
 def test_changes_go_to_the_constructor() -> None:

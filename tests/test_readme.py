@@ -1,5 +1,5 @@
-"""The Python blocks of the README, docs/from_torch.md and docs/variants.md run, in order, as one program each; what is
-said that they print is what they print."""
+"""The Python blocks of the README, the tour and some pages run, in order, as one program each; what is said
+that they print is what they print."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = re.compile(r"```(\w+(?: \w+)?)\n(.*?)```", re.DOTALL)
 
 
 @pytest.mark.parametrize(
-    "page", [README, ROOT / "docs" / "from_torch.md", ROOT / "docs" / "variants.md"], ids=lambda page: page.name
+    "page", [README, *(ROOT / "docs" / f"{name}.md" for name in ("tour", "from_torch", "latent"))], ids=lambda x: x.name
 )
 def test_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)  # it writes files
@@ -39,13 +39,21 @@ def test_a_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch) -> Non
             assert printed.strip() == text.strip()
 
 
-def test_its_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", README.read_text(encoding="utf-8")):
-        assert (README.parent / target).exists(), target
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "tour.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_readme_is_short() -> None:
+    text = re.sub(
+        r"```.*?```|<!--.*?-->|^\|.*?$", "", README.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    assert len(text.split()) < 800
 
 
 @pytest.mark.parametrize(
-    "page, processes", [("README.md", 2), pytest.param("docs/scaling.md", 4, marks=pytest.mark.slow)]
+    "page, processes", [("docs/tour.md", 2), pytest.param("docs/scaling.md", 4, marks=pytest.mark.slow)]
 )
 def test_the_blocks_for_several_processes_run(page: str, processes: int, tmp_path: Path) -> None:
     blocks = BLOCK.findall((ROOT / page).read_text(encoding="utf-8"))

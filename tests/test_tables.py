@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "benchmarks" / "tables.py"
-PAGES = ("README.md", "docs/performance.md", "docs/kernel.md", "docs/heads.md")
+PAGES = ("README.md", "docs/tour.md", "docs/performance.md", "docs/kernel.md", "docs/heads.md")
 MACHINE = {"cpu": "A Fine CPU", "processor": "x86_64", "instructions": "AVX2", "threads": 2, "torch": "2.13.0"}
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from regard import cache, draw, heads, kernels, layouts, masks, measures, models, positions, presets
+from regard import cache, draw, heads, kernels, layer, layouts, masks, measures, models, positions, presets
 from regard.attention import attend, attention_weights, explain, measure
-from regard.cache import KVCache, LatentCache, RollingCache
+from regard.cache import HeadCache, KVCache, LatentCache, RollingCache
 from regard.draw import look
 from regard.heads import ablate, importance, monitor, prune, watch
 from regard.heads.analysis.atlas import atlas
+from regard.kernels.merging import merge
 from regard.layer import AttentionBlock, MultiHeadAttention
 from regard.layouts import swap
 from regard.variants import DifferentialAttention, LatentAttention
@@ -23,6 +24,7 @@ __version__ = "0.2.0"  # pyproject.toml reads it here
 __all__ = [
     "AttentionBlock",
     "DifferentialAttention",
+    "HeadCache",
     "KVCache",
     "LatentAttention",
     "LatentCache",
@@ -38,11 +40,13 @@ __all__ = [
     "heads",
     "importance",
     "kernels",
+    "layer",
     "layouts",
     "look",
     "masks",
     "measure",
     "measures",
+    "merge",
     "models",
     "monitor",
     "parallel",

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from regard.kernels import Call, plans, reference
 from regard.kernels.call import accumulation_dtype
 from regard.kernels.dropout import Dropout, new_seed
 from regard.kernels.precision import casts_to, fixed_precision
-from regard.kernels.run import run, run_measured, weights
+from regard.kernels.run import run, run_measured, run_with_lse, weights
 from regard.masks import Mask, Padding, as_mask
 from regard.measures import Measure, MeasureLike, Measurements, MeasureRun, Plane, as_measures
 from regard.positions import Alibi, Bias, RelativeBias, as_biases
@@ -104,8 +104,24 @@ def _check_names(function: Callable[..., Any], given: Mapping[str, Any], known: 
             raise unknown_argument("function", function, {name: given[name]})
 
 
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kernel: str = "auto",
+    return_lse: Literal[False] = False,
+    **options: Unpack[Options],
+) -> Tensor: ...
+@overload
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
 @_takes(Options)
-def attend(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: Unpack[Options]) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", return_lse: bool = False, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention of every head: softmax(q k^T * scale) v.
 
     Args:
@@ -115,7 +131,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: 
         mask: who may see whom: a `regard.masks` object, or a boolean tensor (True = may attend) of shape (N, M),
             (B, N, M) or (B, H, N, M).
         bias: added to the scores: a tensor (N, M) or (B, H, N, M), axes of 1 allowed, with gradient if it wants one; a
-            bias object (`positions.Alibi`, `positions.RelativeBias`); or a list of them.
+            bias object (`positions.Alibi`, `positions.RelativeBias`) or a function of the scores
+            (`positions.ScoreMod`); or a list of them.
         positions: where the queries stand, (N,) or (B, N), or the first one's position. By default the last query
             stands at the last key.
         key_positions: where the keys stand, (M,) or (B, M); 0..M-1 by default.
@@ -125,15 +142,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: 
         dropout: probability that a weight is dropped. A function does not know about training: pass 0 in evaluation.
         generator: where dropout's seed comes from; torch's default one else.
         kernel: "auto", or one of `regard.kernels.available()`; one that cannot serve raises and says why.
+        return_lse: also give the log-sum-exp of each query's scores (with its sink), before dropout. `regard.merge`
+            combines attention that was computed in parts, each over other keys.
 
     Returns:
-        (B, H, N, E). A query that may see nothing gets 0.
+        (B, H, N, E). A query that may see nothing gets 0. With `return_lse` a pair: this, and the log-sum-exp
+        (B, H, N) in float32, or float64 for float64; -inf for a query that may see nothing. Both have gradients.
 
     >>> import regard
     >>> q, k, v = (torch.randn(2, 3, 5, 7) for _ in range(3))
     >>> attend(q, k, v, mask=regard.masks.Causal()).shape
     torch.Size([2, 3, 5, 7])
     """
+    if return_lse:
+        return _attend_with_lse(q, k, v, kernel, options)
     out, key = plans.repeat(q, k, v, kernel, options)
     if out is not None:
         return out
@@ -144,6 +166,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: 
     if key is not None:
         plans.keep(key, call, out, kernel)
     return out
+
+
+def _attend_with_lse(q: Tensor, k: Tensor, v: Tensor, kernel: str, options: Options) -> tuple[Tensor, Tensor]:
+    if has_torch_function((q, k, v)):
+        return handle_torch_function(attend, (q, k, v), q, k, v, kernel=kernel, return_lse=True, **options)
+    return run_with_lse(replace(prepare(q, k, v, **options), needs_lse=True), kernel)
 
 
 @_takes(ScoreOptions)
@@ -230,7 +258,9 @@ def measure_call(
 
 
 @_takes(Options)
-def explain(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options: Unpack[Options]) -> str:
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", return_lse: bool = False, **options: Unpack[Options]
+) -> str:
     """Which kernel `attend` would use for these arguments, and why not the others.
 
     >>> q = torch.randn(1, 2, 300, 5, dtype=torch.float64)
@@ -241,7 +271,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, *, kernel: str = "auto", **options:
     blockwise: chosen
     reference: could serve, but blockwise is faster
     """
-    return kernels.explain(kernel, prepare(q, k, v, **options))
+    return kernels.explain(kernel, replace(prepare(q, k, v, **options), needs_lse=bool(return_lse)))
 
 
 @_takes(Options)

@@ -196,8 +196,9 @@ INSTEAD: dict[str, str | dict[str, str]] = {
     "static_k": "regard.attend(q, k, v), which takes heads",
     "static_v": "regard.attend(q, k, v), which takes heads",
 }
-_OF_THE_CALL = ("mask", "bias", "positions", "cache", "need_weights")
+_OF_THE_CALL = ("mask", "bias", "positions", "cache", "value_residual", "share", "source", "need_weights")
 _OF_THE_CONSTRUCTOR = ("dropout", "scale", "softcap", "sinks", "kernel", "position_encoding", "qk_norm", "num_kv_heads")
+_OF_THE_CONSTRUCTOR += ("v_norm", "gate", "query_scale", "value_mix", "shares_kv")
 
 
 def unknown_argument(place: str, function: Callable[..., Any], unknown: Mapping[str, Any]) -> TypeError:

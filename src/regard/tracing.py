@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["has_foreign_function_mode", "in_torch_func", "is_eager", "traced"]
+__all__ = ["has_foreign_function_mode", "in_torch_func", "is_eager", "recording", "traced"]
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -48,3 +51,13 @@ def is_eager() -> bool:
         or in_torch_func()
         or forward_ad._current_level >= 0
     )
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Autograd records within the block, also inside of an operator of ours, where torch's dispatcher leaves it out."""
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for name in ("AutogradOther", "AutogradNestedTensor", "ADInplaceOrView"):  # (the first stands for all of them)
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, name))
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.inference_mode(False), torch.enable_grad():
+        yield

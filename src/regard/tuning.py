@@ -31,6 +31,7 @@ STRIP = 2**19  # scores computed at a time: more do not stay in the caches, fewe
 TILE = 128  # keys per tile of the survey that finds what is hidden. No record
 MANY_ROWS = 256  # with so many rows matrix products run at full speed
 FEW_ROWS = 64  # with fewer they crawl
+BLOCK_SIDE = 32  # rows and keys of a tile at least, where a mask is made of smaller blocks. No record
 SMALL = 2**16  # scores up to which the formula in full is quicker: it launches fewer operators
 
 # rotary

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from distributed.compare import BATCH, HEAD, HEADS, TOKENS, WIDTH, Case, layer, normal, shaken
 from regard import AttentionBlock
 from regard.kernels import available
-from regard.masks import Causal, Documents, Hide, Keep, Padding, Prefix, Window
+from regard.layer import Gate, Norm
+from regard.masks import Blocks, Causal, Chunk, Documents, Hide, Keep, Padding, Prefix, Window
 from regard.positions import Alibi, DynamicNTK, RelativeBias, Rotary
 
 
@@ -42,6 +43,8 @@ def masks(tokens: int = TOKENS, keys: int = TOKENS, heads: int = HEADS, batch: i
         "keep": Padding(keep=flags(batch, keys)),
         "documents": Documents(integers(3, batch, tokens).sort(1).values, integers(3, batch, keys).sort(1).values),
         "scattered documents": Documents(integers(3, batch, tokens), integers(3, batch, keys, seed=7)),
+        "causal chunks": Causal() & Chunk(5, start=1),
+        "blocks of each head": Blocks(integers(-(-keys // 3) + 1, batch, heads, -(-tokens // 4), 2) - 1, 3, 4),
         "causal or prefix": Causal() | Prefix(7),
         "causal or prefixes": Causal() | Prefix(integers(keys, batch)),
         "pairs": Keep(flags(tokens, keys)),
@@ -137,6 +140,12 @@ def _layers() -> dict[str, Case]:
         "softcap": made(causal, softcap=1.7),
         "norm of heads": made(causal, qk_norm="rms", position_encoding=Rotary(HEAD), num_kv_heads=4),
         "layer norm of heads": made(qk_norm="layer", num_kv_heads=2),
+        "norms without weights, and of values": made(
+            causal, qk_norm=Norm(weight="none"), v_norm="rms", num_kv_heads=4, position_encoding=Rotary(HEAD)
+        ),
+        "zero-centred norm": made(qk_norm=Norm(weight="zero-centred"), num_kv_heads=3),
+        "gate of each element": made(causal, gate=Gate(bias=True), num_kv_heads=4, value_head_dim=7),
+        "gate of each head": made(gate=Gate("head", "softplus"), num_kv_heads=2),
         "wider values": made(causal, value_head_dim=7, num_kv_heads=6),
         "scale": made(scale=0.7),
         "all at once": made(

@@ -16,7 +16,7 @@ from regard.cache import KVCache
 from regard.draw.page import _script, _style, page, scenes
 from regard.draw.page.pack import plan
 from regard.heads import Record
-from regard.positions import Alibi, Rotary
+from regard.positions import Alibi, Rotary, ScoreMod
 
 PROGRAM = len(_style()) + len(_script())  # bytes of every page
 
@@ -86,6 +86,17 @@ DENSE = torch.randn(1, 3, 7, 7, generator=torch.Generator().manual_seed(5))
 HOLES = torch.rand(7, 7, generator=torch.Generator().manual_seed(6)) > 0.4
 HOLES.fill_diagonal_(True)
 
+
+class Doubled(ScoreMod):
+    """Another temperature for each head."""
+
+    def __init__(self) -> None:
+        self.weight = torch.tensor([[0.5, 1.5, 2.0]])
+
+    def block(self, tile: masks.Tile, scores: Tensor) -> Tensor:
+        return scores * self.weight[:, :, None, None]
+
+
 CALLS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"mask": masks.Causal()},
@@ -97,6 +108,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "alibi both ways": {"position_encoding": Alibi(3)},
     "dense": {"bias": DENSE},
     "scale": {"scale": 0.31},
+    "function of scores": {"bias": Doubled(), "mask": masks.Causal()},
     "everything": {
         "softcap": 2.0,
         "sinks": True,

@@ -169,6 +169,21 @@ def test_windows_padding_and_packed_texts_are_masks_not_dense(spy: Spy) -> None:
     assert {type(part) for part in regard.masks.conjuncts(spy.masks[0])} == {Documents, Window}
 
 
+def test_chunks() -> None:
+    for padding, offset, kind in ([0, 0], 0, LazyMask), ([0, 3], 0, Tensor), ([0, 0], 4, LazyMask), ([0, 0], 3, Tensor):
+        rule = masking_utils.chunked_causal_mask_function(4, torch.tensor(padding))
+        found = integration.mask(2, 5, 9, 4 + offset, offset, mask_function=rule, allow_is_causal_skip=False)
+        right = masking_utils.sdpa_mask(2, 5, 9, 4 + offset, offset, mask_function=rule, allow_is_causal_skip=False)
+        assert type(found) is kind
+        assert torch.equal(found & True, right)
+    llama4 = decoder("llama4_text", attention_chunk_size=5, layer_types=["chunked_attention"] * 2)
+    ids = hf_models.some_ids()
+    with torch.no_grad():
+        right = llama4(ids).logits
+        llama4.set_attn_implementation("regard")
+        torch.testing.assert_close(llama4(ids).logits, right, rtol=0, atol=1e-4)
+
+
 def test_blocks_of_an_image_that_see_each_other() -> None:
     groups = torch.tensor([[-1, 0, 0, 0, -1, 1, 1, -1]])
     rule = masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(groups))

@@ -380,7 +380,7 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("float64", {"dtype": torch.float64}),
-    ("wider than 256", {"width": 257}),
+    ("wider than 1024", {"width": 1025}),
     ("a size is zero", {"queries": 0}),
     ("a large one", {"mask": ~Causal() | Prefix(3), "queries": 5000}),
 ]

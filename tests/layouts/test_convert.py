@@ -74,7 +74,7 @@ class TestKeys:
             layouts.load(state, 3)
 
     def test_nothing_known(self) -> None:
-        with refuses("the keys of one of the layouts separate, llama", r"received \['a', 'b.c'\]"):
+        with refuses("the keys of one of the layouts separate, qwen3_next, llama", r"received \['a', 'b.c'\]"):
             layouts.load({"a": torch.ones(2), "b.c": torch.ones(2)}, 3)
 
     def test_near_to_a_known_key(self) -> None:
@@ -157,10 +157,12 @@ class TestShapes:
             }
             layouts.load(state, 2)
 
-    def test_a_norm_over_all_heads_is_not_a_norm_per_head(self) -> None:
+    def test_norms_are_per_head_or_over_all_heads_and_q_and_k_agree(self) -> None:
         state = {**state_of("qwen3"), "q_norm.weight": torch.ones(60)}
-        with refuses("q_norm.weight: expected shape \\(10,\\)", "received \\(60,\\)"):
+        with refuses("k_norm.weight: expected shape \\(30,\\)", "received \\(10,\\)"):
             layouts.load(state, 6)
+        with refuses("q_norm.weight: expected shape \\(10,\\)", "received \\(20,\\)"):
+            layouts.load({**state, "q_norm.weight": torch.ones(20)}, 6)
 
     def test_one_norm_alone(self) -> None:
         state = {key: tensor for key, tensor in state_of("qwen3").items() if key != "k_norm.weight"}
@@ -212,21 +214,24 @@ class TestShapes:
         assert (block.norm.eps, block.dropout.p, block.layer.dropout, block.order) == (1e-3, 0.25, 0.5, "post")
 
 
+GATED = {"qwen3_next", "g_proj"}  # and these have norms that a plain layer has not:
+NORMED = {"gemma", "gemma3n", "gemma3n_shared"}
+
 # What each layout can say. A pair (layer, layout) not named here raises.
 LAYERS: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "plain": ({}, set(LAYOUTS) - {"t5", "meta_llama"}),
-    "no biases": ({"bias": False}, set(LAYOUTS) - {"gpt2", "bert", "distilbert", "t5"}),
-    "no biases, unscaled": ({"bias": False, "scale": 1.0}, {"separate", "llama", "wqkv", "t5"}),
+    "plain": ({}, set(LAYOUTS) - {"t5", "meta_llama"} - GATED - NORMED),
+    "no biases": ({"bias": False}, set(LAYOUTS) - {"gpt2", "bert", "distilbert", "t5"} - GATED - NORMED),
+    "no biases, unscaled": ({"bias": False, "scale": 1.0}, {"separate", "llama", "llama4", "wqkv", "t5"}),
     "bias within alone": (
         {"out_bias": False},
-        {"separate", "llama", "w_q", "w_qs", "qkv_layer", "timm", "wqkv", "modernbert"},
+        {"separate", "llama", "llama4", "w_q", "w_qs", "qkv_layer", "timm", "wqkv", "modernbert"},
     ),
     "bias at the end alone": (
         {"bias": False, "out_bias": True},
-        {"separate", "llama", "w_q", "w_qs", "qkv_layer", "timm", "wqkv", "modernbert"},
+        {"separate", "llama", "llama4", "w_q", "w_qs", "qkv_layer", "timm", "wqkv", "modernbert"},
     ),
-    "kv heads": ({"num_kv_heads": 1}, {"separate", "llama", "wqkv"}),
-    "head width": ({"head_dim": 5}, {"separate", "llama", "w_q", "w_qs", "wqkv"}),
+    "kv heads": ({"num_kv_heads": 1}, {"separate", "llama", "llama4", "wqkv"}),
+    "head width": ({"head_dim": 8}, {"separate", "llama", "llama4", "w_q", "w_qs", "wqkv"}),
     "value head width": ({"head_dim": 5, "value_head_dim": 7}, {"separate", "w_qs"}),
     "input width": ({"query_dim": 7, "key_dim": 7}, {"separate", "w_q", "qkv_layer"}),
     "key width": ({"key_dim": 7}, {"separate", "w_q", "torch"}),
@@ -235,20 +240,20 @@ LAYERS: dict[str, tuple[dict[str, Any], set[str]]] = {
     "rms norm": ({"qk_norm": "rms"}, {"separate", "llama", "timm"}),
     "layer norm": ({"qk_norm": "layer"}, {"separate", "timm"}),
     "sinks": ({"sinks": True}, {"separate", "llama"}),
-    "softcap": ({"softcap": 3.0}, {"separate", "llama"}),
-    "scale": ({"scale": 0.3}, {"separate", "llama", "wqkv"}),
-    "rotary": ({"position_encoding": Rotary(2)}, {"separate", "llama", "neox", "wqkv", "modernbert"}),
+    "softcap": ({"softcap": 3.0}, {"separate", "llama", "llama4"}),
+    "scale": ({"scale": 0.3}, {"separate", "llama", "llama4", "wqkv"}),
+    "rotary": ({"position_encoding": Rotary(2)}, {"separate", "llama", "llama4", "timm", "neox", "wqkv", "modernbert"}),
     "rotary, no biases": (
         {"position_encoding": Rotary(2), "bias": False},
-        {"separate", "llama", "neox", "wqkv", "modernbert", "meta_llama"},
+        {"separate", "llama", "llama4", "timm", "neox", "wqkv", "modernbert", "meta_llama"},
     ),
     "rotary, interleaved": (
         {"position_encoding": Rotary(2, interleaved=True), "bias": False},
-        {"separate", "llama", "neox", "wqkv", "modernbert", "meta_llama"},
+        {"separate", "llama", "llama4", "timm", "neox", "wqkv", "modernbert", "meta_llama"},
     ),
     "wide rotary, interleaved": (
         {"position_encoding": Rotary(11, width=6, interleaved=True), "bias": False, "head_dim": 11, "num_kv_heads": 1},
-        {"separate", "llama", "wqkv", "meta_llama"},
+        {"separate", "llama", "llama4", "wqkv", "meta_llama"},
     ),
     "alibi": ({"position_encoding": Alibi(3)}, {"separate", "neox", "wqkv"}),
     "relative bias": ({"position_encoding": RelativeBias(3, num_buckets=8, max_distance=13)}, {"separate"}),

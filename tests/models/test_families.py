@@ -162,6 +162,11 @@ VARIANTS: dict[str, Original] = {
     "qwen3, large eps": Original("qwen3", {"rms_norm_eps": 0.1}),
     "qwen3, attention bias": Original("qwen3", {"attention_bias": True}),
     "qwen3, tied, wide heads": Original("qwen3", {"tie_word_embeddings": True, "head_dim": 26}),
+    "smollm3, each fourth layer without positions": Original("smollm3"),
+    "smollm3, layers without positions by a list": Original("smollm3", {"no_rope_layers": [0, 1, 0]}),
+    "smollm3, windows": Original(
+        "smollm3", {"no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 7}
+    ),
     "qwen3, windows": Original("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2}),
 }
 
@@ -431,6 +436,9 @@ LEFT_OUT = [
     ("qwen2", "layer_types"),
     ("qwen2", "rms_norm_eps"),
     ("qwen3", "attention_bias"),
+    ("smollm3", "no_rope_layers"),
+    ("smollm3", "tie_word_embeddings"),
+    ("smollm3", "layer_types"),
     ("qwen3", "sliding_window"),
 ]
 

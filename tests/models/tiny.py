@@ -72,9 +72,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "mistral": _LLAMA | {"sliding_window": None},
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "smollm3": _LLAMA,
 }
 ENCODERS = ("bert", "roberta", "xlm-roberta", "distilbert")
-DECODERS = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3")
+DECODERS = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "smollm3")
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Letters: B batch, G kv heads, N new tokens, M slots after appending, D head widt
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,10 +15,13 @@ import torch
 from torch import Tensor
 
 from regard.cache.slots import Rotate, Slots, together
+from regard.cache.stored import Segment, Stored, joined, quantize
 from regard.errors import bad_type, bad_value, shape_of
 from regard.masks import Padding
 
 __all__ = ["KVCache"]
+
+MOST_SEGMENTS = 8  # a fork of a fork of a fork ... copies all to one place when it would have more
 
 
 class _Memory:
@@ -83,6 +87,9 @@ class KVCache:
         once: True keeps the first keys and values for good: those of cross attention are computed in the first call
             only. False appends what cross attention is given in each call: a memory that comes in pieces. By default
             as False, but the same memory once more is refused.
+        dtype: "int8" stores keys and values as int8 with one float32 scale per token and head: about half the bytes of
+            bfloat16 (`nbytes` counts them). An element is off by at most half of 1/127 of the largest of its row. By
+            default they are stored as they come.
 
     It belongs to the layer that filled it, until `clear()`: another layer raises. A copy belongs to no layer yet. With
     `once=True` another memory raises, too, until `clear()`: the same tensor is known by its identity (in inference mode
@@ -98,20 +105,37 @@ class KVCache:
     (4, torch.Size([1, 2, 4, 5]))
     """
 
-    def __init__(self, capacity: int = 0, *, limit: int | None = None, once: bool | None = None) -> None:
+    def __init__(
+        self, capacity: int = 0, *, limit: int | None = None, once: bool | None = None, dtype: str | None = None
+    ) -> None:
         if capacity < 0 or (limit is not None and limit < max(capacity, 1)):
             raise bad_value(
                 "KVCache",
                 expected="a capacity of at least 0 and a limit not below it",
                 received=f"capacity={capacity}, limit={limit}",
             )
-        self.capacity, self.limit, self.once = capacity, limit, once
+        if dtype not in (None, "int8"):
+            raise bad_value(
+                "dtype",
+                expected='"int8", or None for that of the keys',
+                received=repr(dtype),
+                remedy="a model in another dtype has keys of that dtype: model.to(torch.bfloat16)",
+            )
+        self.capacity, self.limit, self.once, self.dtype = capacity, limit, once, dtype
         self.clear()
 
     def clear(self) -> None:
         """Forget everything."""
-        self._keys: Tensor | None = None
+        # Memory of this cache alone, with room to grow: after the tokens of the prefix.
+        self._keys: Tensor | None = None  # (B, G, room, D)
         self._values: Tensor | None = None
+        self._key_scales: Tensor | None = None  # (B, G, room), of int8
+        self._value_scales: Tensor | None = None
+        self._read_by_forks = [0]  # tokens of that memory which forks read, too: they are never written over
+        self._prefix: tuple[tuple[Segment, Segment], ...] = ()  # keys and values of the cache that it was forked from
+        self._prefix_length = 0
+        self._batch: int | None = None
+        self._given: torch.dtype | None = None  # that of the keys and values that came
         self._length = 0
         self._lengths: Tensor | None = None  # (B,), only where rows differ
         self._positions: Tensor | None = None  # (1|B, M), only where the caller gave positions
@@ -128,11 +152,11 @@ class KVCache:
     @property
     def lengths(self) -> Tensor | None:
         """Tokens held per row, (B,); None before the first."""
-        if self._keys is None:
+        if self._batch is None:
             return None
         if self._lengths is not None:
             return self._lengths
-        return torch.full((self._keys.shape[0],), self._length, device=self._keys.device)
+        return torch.full((self._batch,), self._length, device=self._segments()[0][0].numbers.device)
 
     @property
     def ragged(self) -> bool:
@@ -142,12 +166,24 @@ class KVCache:
     @property
     def keys(self) -> Tensor | None:
         """(B, G, M, D)"""
-        return None if self._keys is None else self._keys[:, :, : self._length]
+        return None if self._batch is None else self._held()[0]
 
     @property
     def values(self) -> Tensor | None:
         """(B, G, M, E)"""
-        return None if self._values is None else self._values[:, :, : self._length]
+        return None if self._batch is None else self._held()[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tokens that it holds: keys, values and scales, without room to grow, and without those that it
+        shares with forks or with the cache that it was forked from."""
+        own = self._segments()[len(self._prefix) :]
+        return sum(part.nbytes for pair in own for part in pair)
+
+    @property
+    def shared_nbytes(self) -> int:
+        """Bytes of the tokens that it shares: they lie in memory once."""
+        return sum(part.nbytes for pair in self._prefix for part in pair)
 
     @property
     def complete(self) -> bool:
@@ -229,19 +265,106 @@ class KVCache:
                 received=f"{self._length} held and {new} new",
                 remedy="a larger limit, truncate(), or RollingCache, which forgets",
             )
-        self._reserve(keys, values, end)
-        assert self._keys is not None and self._values is not None
-        if self._lengths is None:
-            self._keys[:, :, self._length : end] = keys
-            self._values[:, :, self._length : end] = values
-        else:  # each row goes on where it ends
-            slots = self._lengths[:, None] + torch.arange(new, device=keys.device)  # (B, N)
-            row = torch.arange(keys.shape[0], device=keys.device)[:, None]
-            self._keys[row, :, slots] = keys.transpose(1, 2)
-            self._values[row, :, slots] = values.transpose(1, 2)
+        batch, given = keys.shape[0], keys.dtype
+        stored = [keys, values]
+        if self.dtype is not None:
+            if keys.shape == values.shape:  # (at once: a token costs as many operators as a text)
+                numbers, scales = quantize(torch.stack([keys, values]))
+            else:
+                numbers, scales = zip(quantize(keys), quantize(values), strict=True)
+            stored = [*numbers, *scales]
+        self._reserve(stored, end)
+        self._batch, self._given = batch, given
+        at = self._length - self._prefix_length
+        for memory, x in zip(self._memories(), stored, strict=True):
+            if self._lengths is None:
+                memory[:, :, at : at + new] = x
+            else:  # each row goes on where it ends
+                slots = self._lengths[:, None] + torch.arange(new, device=x.device)  # (B, N)
+                row = torch.arange(x.shape[0], device=x.device)[:, None]
+                memory[row, :, slots] = x.transpose(1, 2)
+        if self._lengths is not None:
             self._lengths = self._lengths + new
         self._length = end
-        return self._keys[:, :, :end], self._values[:, :, :end]
+        return self._held()
+
+    def _memories(self) -> list[Tensor]:
+        """The memory of this cache alone: keys, values, and the scales of int8."""
+        return [x for x in (self._keys, self._values, self._key_scales, self._value_scales) if x is not None]
+
+    def _segments(self) -> list[tuple[Segment, Segment]]:
+        """All that is held: first what is shared, then what is its own."""
+        own, pairs = self._length - self._prefix_length, list(self._prefix)
+        if self._keys is not None and self._values is not None and (own or not pairs):
+            whole = Segment(self._keys, self._key_scales), Segment(self._values, self._value_scales)
+            pairs.append((whole[0].first(own), whole[1].first(own)))
+        return pairs
+
+    def _held(self) -> tuple[Tensor, Tensor]:
+        """All keys and values: views where they lie in one place as they are, else `Stored`."""
+        if not self._prefix and self.dtype is None and self._keys is not None and self._values is not None:
+            return self._keys[:, :, : self._length], self._values[:, :, : self._length]  # (the usual case, at once)
+        pairs, batch = self._segments(), self._batch
+        assert batch is not None and self._given is not None
+        (keys, values), dtype = pairs[0], self._given
+        if len(pairs) == 1 and self.dtype is None:
+            return keys.numbers.expand(batch, -1, -1, -1), values.numbers.expand(batch, -1, -1, -1)
+        stored = joined if torch.compiler.is_compiling() else Stored
+        all_keys, all_values = [keys for keys, _ in pairs], [values for _, values in pairs]
+        return stored(all_keys, batch, dtype), stored(all_values, batch, dtype)
+
+    def fork(self, rows: int | None = None) -> KVCache:
+        """Another cache that begins with the same tokens, of which nothing is copied; each then goes its own way.
+
+        `rows` makes a cache of one row one of several: to continue a prompt in several ways at once. Its tokens stay
+        in memory once, and `reorder` leaves them there. (Rows of different lengths are copied.)
+
+        >>> cache = KVCache()
+        >>> _ = cache.append(torch.ones(1, 2, 300, 5), torch.ones(1, 2, 300, 5))
+        >>> several = cache.fork(rows=4)
+        >>> keys, _ = several.append(torch.ones(4, 2, 1, 5), torch.ones(4, 2, 1, 5))
+        >>> keys.shape, several.nbytes, len(cache)
+        (torch.Size([4, 2, 301, 5]), 320, 300)
+        """
+        if rows is not None and (type(rows) is not int or rows < 1 or self._batch not in (1, None)):
+            raise bad_value(
+                "rows",
+                expected="a positive number, of a cache of one row",
+                received=f"{rows!r}, of a cache of {self._batch} rows",
+                remedy="reorder(rows) repeats rows of a batch",
+            )
+        other = copy.copy(self)
+        other._layer, other._read_by_forks = self._layer, [0]
+        if self._lengths is not None:  # each row is written where it ends, which may be within what would be shared
+            other._move([memory.clone() for memory in self._memories()])
+            if rows is not None:
+                other.reorder(torch.zeros(rows, dtype=torch.long, device=self._lengths.device))
+            return other
+        own = self._length - self._prefix_length
+        self._read_by_forks[0] = max(self._read_by_forks[0], own)
+        other._prefix, other._prefix_length = tuple(self._segments()), self._length
+        other._move([])
+        if len(other._prefix) > MOST_SEGMENTS:
+            other._gather()
+        if rows is not None and self._batch is not None:
+            other._batch = rows
+            other._memory = None if self._memory is None else self._memory.reorder(torch.zeros(rows, dtype=torch.long))
+        return other
+
+    def _move(self, memories: list[Tensor]) -> None:
+        """Take other memory in the place of its own."""
+        self._keys, self._values, self._key_scales, self._value_scales = (*memories, *[None] * (4 - len(memories)))
+        self._read_by_forks = [0]
+
+    def _gather(self) -> None:
+        """Copy all tokens to memory of its own."""
+        pairs, batch = self._segments(), self._batch
+        assert batch is not None
+        columns = [[keys.numbers for keys, _ in pairs], [values.numbers for _, values in pairs]]
+        scales = [[x for pair in pairs if (x := pair[i].scales) is not None] for i in (0, 1)]
+        columns += scales if self.dtype is not None else []
+        self._move([torch.cat([x.expand(batch, *x.shape[1:]) for x in column], dim=2) for column in columns])
+        self._prefix, self._prefix_length = (), 0
 
     def number(self, new: int, positions: Tensor | None = None) -> Slots:
         """The positions of the `new` tokens of a call and of all M keys; called before `append`.
@@ -286,9 +409,8 @@ class KVCache:
 
     def recall(self, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Slots]:
         """All keys and values as they are, for queries at `positions`; and their positions."""
-        assert self._keys is not None and self._values is not None
         mask = None if self._lengths is None else Padding(lengths=self._lengths)
-        return self._keys[:, :, : self._length], self._values[:, :, : self._length], Slots(mask, positions)
+        return *self._held(), Slots(mask, positions)
 
     @contextmanager
     def attending(self) -> Iterator[None]:
@@ -332,6 +454,7 @@ class KVCache:
                 )
             self._length = int(length.max()) if length.numel() else 0
             self._lengths = length.to(held)
+            self._shorten_prefix()
             return
         if not 0 <= length <= self._length:
             raise bad_value("truncate", expected=f"a length from 0 to {self._length}", received=length)
@@ -341,12 +464,29 @@ class KVCache:
             self._length = int(self._lengths.max())
         if self._positions is not None:
             self._positions = self._positions[:, :length]
+        self._shorten_prefix()
+
+    def _shorten_prefix(self) -> None:
+        """Let go of what is shared beyond the length."""
+        if self._length >= self._prefix_length:
+            return
+        kept, first = [], 0
+        for keys, values in self._prefix:
+            count = min(keys.numbers.shape[2], self._length - first)
+            if count > 0 or not kept:
+                kept.append((keys.first(max(count, 0)), values.first(max(count, 0))))
+            first += keys.numbers.shape[2]
+        self._prefix, self._prefix_length = tuple(kept), self._length
+        if self._read_by_forks[0]:  # its own memory holds what came after, which a fork still reads
+            self._move([])
 
     def reorder(self, rows: Tensor) -> None:
         """Take rows (B',) of the batch in this order: beam search continues row `rows[b]` as row b."""
-        if self._keys is None or self._values is None:
+        if self._batch is None:
             return
-        self._keys, self._values = self._keys.index_select(0, rows), self._values.index_select(0, rows)
+        self._batch = len(rows)
+        self._move([memory.index_select(0, rows) for memory in self._memories()])
+        self._prefix = tuple((keys.reorder(rows), values.reorder(rows)) for keys, values in self._prefix)
         if self._lengths is not None:
             self._lengths = self._lengths.index_select(0, rows)
         if self._positions is not None and self._positions.shape[0] > 1:
@@ -361,20 +501,24 @@ class KVCache:
                 expected="keys (B, G, N, D) and values (B, G, N, E)",
                 received=f"{shape_of(keys)} and {shape_of(values)}",
             )
-        for what, held, new in (("keys", self._keys, keys), ("values", self._values, values)):
-            if held is None:
-                continue
-            if held.shape[:2] != new.shape[:2] or held.shape[3] != new.shape[3]:
+        if self._batch is None:
+            return
+        held_keys, held_values = self._keys, self._values
+        if held_keys is None or held_values is None:
+            held_keys, held_values = (part.numbers for part in self._prefix[0])
+        for what, held, new in (("keys", held_keys, keys), ("values", held_values, values)):
+            known, given = (self._batch, held.shape[1], held.shape[3]), (*new.shape[:2], new.shape[3])
+            if known != given:
                 raise bad_value(
                     f"cached {what}",
-                    expected=f"batch, heads and width {(*held.shape[:2], held.shape[3])}",
-                    received=f"{(*new.shape[:2], new.shape[3])}",
+                    expected=f"batch, heads and width {known}",
+                    received=f"{given}",
                     remedy="one cache per layer and batch",
                 )
-            if held.dtype != new.dtype or held.device != new.device:
+            if self._given != new.dtype or held.device != new.device:
                 raise bad_type(
                     f"cached {what}",
-                    expected=f"{held.dtype} on {held.device}",
+                    expected=f"{self._given} on {held.device}",
                     received=f"{new.dtype} on {new.device}",
                     remedy="clear() the cache",
                 )
@@ -385,7 +529,7 @@ class KVCache:
             raise bad_type("positions", expected=expected, received=type(positions).__name__)
         if positions.is_floating_point() or positions.dtype is torch.bool:
             raise bad_type("positions", expected=expected, received=f"dtype {positions.dtype}")
-        batch = None if self._keys is None else self._keys.shape[0]
+        batch = self._batch
         rows = positions.shape[0] if positions.dim() == 2 else 1
         if (
             positions.dim() not in (1, 2)
@@ -394,21 +538,33 @@ class KVCache:
         ):
             raise bad_value("positions", expected=expected, received=f"shape {shape_of(positions)}")
 
-    def _reserve(self, keys: Tensor, values: Tensor, length: int) -> None:
-        """Room for `length` tokens: twice as much as now, where it has to grow."""
-        room = 0 if self._keys is None else self._keys.shape[2]
-        if self._keys is not None and length <= room:
+    def _reserve(self, stored: list[Tensor], length: int) -> None:
+        """Room for `length` tokens: twice as much as now, where it has to grow. What forks read stays where it is, and
+        is not written over."""
+        if self._lengths is not None and (self._prefix or self._read_by_forks[0]):
+            self._gather()  # rows are written where they end, which may be within what is shared
+        held, read = self._length - self._prefix_length, self._read_by_forks[0]
+        if read and self._keys is not None and (held < read or length - self._prefix_length > self._keys.shape[2]):
+            self._prefix, self._prefix_length = tuple(self._segments()), self._length
+            self._move([])
+            if len(self._prefix) > MOST_SEGMENTS:
+                self._gather()
+        memories, held = self._memories(), self._length - self._prefix_length
+        room = memories[0].shape[2] if memories else 0
+        wanted = length - self._prefix_length
+        if memories and wanted <= room:
             return
-        room = max(length, 2 * room, self.capacity)
-        room = room if self.limit is None else min(room, self.limit)
-        held = self._length
+        room = max(wanted, 2 * room, self.capacity - self._prefix_length)
+        room = room if self.limit is None else min(room, self.limit - self._prefix_length)
         # Zeros: rows of different lengths leave gaps, and a NaN in them would pass through torch's fused attention.
-        grown = [like.new_zeros(*like.shape[:2], room, like.shape[3]) for like in (keys, values)]
-        if self._keys is not None and self._values is not None:
-            grown[0][:, :, :held] = self._keys[:, :, :held]
-            grown[1][:, :, :held] = self._values[:, :, :held]
-        self._keys, self._values = grown
+        grown = [like.new_zeros(*like.shape[:2], room, *like.shape[3:]) for like in stored]
+        for old, new in zip(memories, grown, strict=False):
+            new[:, :, :held] = old[:, :, :held]
+        self._move(grown)
 
     def __repr__(self) -> str:
-        held = "" if self._keys is None else f", batch {self._keys.shape[0]}, room {self._keys.shape[2]}"
-        return f"{type(self).__name__}({self._length} tokens{held})"
+        room = self._prefix_length + (0 if self._keys is None else self._keys.shape[2])
+        held = "" if self._batch is None else f", batch {self._batch}, room {room}"
+        shared = f", {self._prefix_length} shared" if self._prefix_length else ""
+        kind = "" if self.dtype is None else f", {self.dtype}"
+        return f"{type(self).__name__}({self._length} tokens{held}{shared}{kind})"

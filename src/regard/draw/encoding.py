@@ -5,6 +5,7 @@ Letters: B texts, N tokens.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,24 @@ from regard.errors import bad_type, bad_value, shape_of
 from regard.models import Decoder
 from regard.models.base import Batch, TextModel, padded, tokenizing
 
-__all__ = ["Encoded", "decode", "encode", "encode_text", "is_tokenizer", "pad_id", "stack_rows", "tokens_known"]
+__all__ = [
+    "OPTIONAL",
+    "Encoded",
+    "decode",
+    "encode",
+    "encode_text",
+    "is_tokenizer",
+    "pad_id",
+    "stack_rows",
+    "takes",
+    "tokens_known",
+]
+
+# What tokenizers may return beside the ids: passed on only if the model takes it.
+OPTIONAL = {
+    *("attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length"),
+    *("overflow_to_sample_mapping", "num_truncated_tokens", "overflowing_tokens"),
+}
 
 
 @dataclass
@@ -241,3 +259,10 @@ def decode(tokenizer: Any, rows: list[list[int]], several: bool) -> str | list[s
     """Generated ids as text."""
     texts = [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
     return texts if several else texts[0]
+
+
+def takes(model: nn.Module, name: str) -> bool:
+    """Whether a model's forward has an argument of this name; with **kwargs, only the two that all models know."""
+    parameters = inspect.signature(model.forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return name in parameters or (takes_any and name in ("input_ids", "attention_mask"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,8 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from regard.draw.effects import rerun_of
-from regard.draw.encoding import Encoded, decode, encode, encode_text, is_tokenizer, pad_id, stack_rows, tokens_known
+from regard.draw.encoding import (
+    OPTIONAL,
+    Encoded,
+    decode,
+    encode,
+    encode_text,
+    is_tokenizer,
+    pad_id,
+    stack_rows,
+    takes,
+    tokens_known,
+)
 from regard.draw.figure import figure as draw_figure
+from regard.draw.images import encode_image, extended, label_layers, watched
 from regard.draw.page import page
 from regard.draw.progress import ForwardProgress, part_of
 from regard.draw.terminal.views import terminal
@@ -30,11 +41,6 @@ from regard.models.generation import Rules, tokens
 __all__ = ["look", "read"]
 
 READING = 0.6  # of the time for a text and its page is spent on the text, about
-# What tokenizers may return beside the ids: passed on only if the model takes it.
-OPTIONAL = {
-    *("attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length"),
-    *("overflow_to_sample_mapping", "num_truncated_tokens", "overflowing_tokens"),
-}
 
 
 def look(
@@ -42,6 +48,7 @@ def look(
     tokenizer: Any = None,
     text: Any = None,
     *,
+    image: Any = None,
     target: str | Sequence[str] | None = None,
     generate: int = 0,
     treebank: str | PathLike[str] | None = None,
@@ -64,6 +71,10 @@ def look(
             - token ids: a list, a list of lists, or an integer tensor (N,) or (B, N);
             - what a tokenizer returns (a `BatchEncoding`, a mapping with input_ids), or `encode_batch` of regard;
             - anything else that the model can be called on: a tensor, or a mapping of named inputs.
+        image: an image for a vision transformer (`look(model, processor, image=image)`) or for a vision-language model
+            (with a text that has its image token): a PIL image, or an array or tensor (H, W, 3) of bytes or of floats
+            from 0 to 1. Its patches are labelled by their place, "r3c5"; `seen.image` says where they are, and
+            `draw.image` draws attention over it.
         target: for an encoder-decoder, the text that the decoder reads (a list for a list of texts); without one it
             generates.
         generate: how many tokens a decoder generates; the text is in `.generated` (a list for a list of texts).
@@ -84,7 +95,7 @@ def look(
     """
     progress, reading = options.pop("progress", None), READING if html is not None else 1.0
     part = part_of(progress, 0.0, reading)
-    seen = read(model, tokenizer, text, target=target, generate=generate, progress=part, **options)
+    seen = read(model, tokenizer, text, image=image, target=target, generate=generate, progress=part, **options)
     seen.treebank = treebank
     if html is not None:
         page(seen, path=html, item=item, progress=part_of(progress, reading, 1.0))
@@ -103,6 +114,7 @@ def read(
     tokenizer: Any = None,
     text: Any = None,
     *,
+    image: Any = None,
     target: str | Sequence[str] | None = None,
     generate: int = 0,
     measures: MeasureLike | Iterable[MeasureLike] | None = None,
@@ -115,6 +127,8 @@ def read(
         raise bad_type("model", expected="an nn.Module", received=type(model).__name__)
     if isinstance(generate, bool) or not isinstance(generate, int) or generate < 0:
         raise bad_value("generate", expected="a number of tokens from 0", received=repr(generate))
+    if image is not None:
+        return _read_image(model, tokenizer, text, image, target, generate, measures, layers, progress)
     if text is None and tokenizer is not None and not is_tokenizer(tokenizer):
         tokenizer, text = None, tokenizer  # look(model, text)
     if text is None or is_tokenizer(text):
@@ -136,6 +150,41 @@ def read(
             output = run(model, prepared.inputs)
         seen.rerun = rerun_of(model, prepared.inputs, output, seen, prepared.keep, _decoder(tokenizer))
     seen.tokens, seen.generated = prepared.tokens, prepared.generated
+    passes.done()
+    return seen
+
+
+def _read_image(
+    model: nn.Module,
+    processor: Any,
+    text: Any,
+    image: Any,
+    target: Any,
+    generate: int,
+    measures: MeasureLike | Iterable[MeasureLike] | None,
+    layers: str | Iterable[str] | Callable[[str], bool] | None,
+    progress: Callable[[float], None] | None,
+) -> Record:
+    """`read` for an image, with a text or without."""
+    if target is not None:
+        raise bad_value("target", expected="none, with an image", received=type(target).__name__)
+    with evaluating(model), torch.no_grad():
+        encoded = encode_image(model, processor, text, image)
+        if generate and not encoded.has_text:
+            raise bad_value("generate", expected="0, for this model reads an image alone", received=str(generate))
+        passes, generated = ForwardProgress(model, progress, bool(generate)), None
+        if generate:
+            with passes.forwards(generate):
+                written = _generate_transformers(model, encoded.tokenizer, encoded.inputs, generate)
+            new = written[0, encoded.inputs["input_ids"].shape[1] :].tolist()
+            generated = decode(encoded.tokenizer, [new], several=False)
+            encoded = extended(encoded, new[:-1])  # the last token is generated, not read
+        with watch(model, measures=measures, layers=watched(encoded, layers), keep="qkv") as seen, passes.forwards(1):
+            output = run(model, encoded.inputs)
+        label_layers(model, encoded, seen)
+        decoder = _decoder(encoded.tokenizer if encoded.has_text else None)
+        seen.rerun = rerun_of(model, encoded.inputs, output, seen, None, decoder)
+    seen.generated = generated
     passes.done()
     return seen
 
@@ -260,7 +309,7 @@ def _generate_transformers(model: Any, tokenizer: Any, row: dict[str, Tensor], c
             received=type(model).__name__,
             remedy="its class with a language-model head, or generate=0",
         )
-    inputs = {name: x for name, x in row.items() if _takes(model, name) and not name.startswith("decoder_")}
+    inputs = {name: x for name, x in row.items() if takes(model, name) and not name.startswith("decoder_")}
     pad = pad_id(model, tokenizer)
     return model.generate(**inputs, max_new_tokens=count, do_sample=False, num_beams=1, pad_token_id=pad)
 
@@ -274,26 +323,19 @@ def _arguments(model: nn.Module, encoded: Encoded) -> Any:
     if isinstance(model, TextModel):
         renamed = {"input_ids": "ids", "attention_mask": "keep", "token_type_ids": "token_types"}
         named = {renamed.get(name, name): x for name, x in inputs.items()}
-        named = {name: x for name, x in named.items() if _takes(model, name)}
+        named = {name: x for name, x in named.items() if takes(model, name)}
         if "keep" in named:
             named["keep"] = named["keep"].bool()
         return named
-    if not encoded.keep().all() and not _takes(model, "attention_mask"):
+    if not encoded.keep().all() and not takes(model, "attention_mask"):
         raise bad_value(
             "text",
             expected="texts of one length, for this model takes no attention_mask",
             received=f"lengths {encoded.keep().sum(1).tolist()}",
             remedy="one text at a time",
         )
-    named = {name: x for name, x in inputs.items() if name not in OPTIONAL or _takes(model, name)}
-    return named if _takes(model, "input_ids") else inputs["input_ids"]
-
-
-def _takes(model: nn.Module, name: str) -> bool:
-    """Whether a model's forward has an argument of this name; with **kwargs, only the two that all models know."""
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return name in parameters or (takes_any and name in ("input_ids", "attention_mask"))
+    named = {name: x for name, x in inputs.items() if name not in OPTIONAL or takes(model, name)}
+    return named if takes(model, "input_ids") else inputs["input_ids"]
 
 
 def _is_encoder_decoder(model: Any) -> bool:

@@ -6,6 +6,7 @@ from regard.heads.analysis import circuits, probes
 from regard.heads.analysis.atlas import Atlas
 from regard.heads.analysis.atlas_making import make_atlas as atlas
 from regard.heads.analysis.difference import Difference
+from regard.heads.analysis.joint_blocks import JointBlocks, joint_blocks
 from regard.heads.analysis.roles import ROLES, Role, Roles
 from regard.heads.analysis.syntax import Syntax, coreference, syntax
 from regard.heads.analysis.text_loss import effect, effects, loss_of
@@ -33,6 +34,7 @@ __all__ = [
     "Attribution",
     "Difference",
     "Importance",
+    "JointBlocks",
     "Layer",
     "LayerRecord",
     "Limits",
@@ -52,6 +54,7 @@ __all__ = [
     "effect",
     "effects",
     "importance",
+    "joint_blocks",
     "leave_one_out",
     "load_pruned",
     "loss_of",

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from regard.checks import FARTHEST
-from regard.masks import Causal, Documents, Mask, Padding, Window, conjuncts
+from regard.masks import Causal, Chunk, Documents, Mask, Padding, Window, conjuncts
 from regard.masks.tiles import whole
 
 __all__ = ["LazyMask", "mask"]
@@ -235,6 +235,12 @@ def _both_ways(plane: _Plane, sliding_window: int) -> Mask:
     return Window(before=sliding_window, after=sliding_window)
 
 
+def _chunks(plane: _Plane, chunk_size: int, left_padding: Tensor) -> Mask:
+    if bool(left_padding.any()) or plane.kv_offset % chunk_size:  # chunks begin elsewhere in each text, or in the cache
+        raise _UnknownRule
+    return Chunk(chunk_size)
+
+
 def _packed(plane: _Plane, packed_sequence_mask: Tensor) -> Mask:
     return Documents(*plane.sides(packed_sequence_mask))
 
@@ -259,6 +265,7 @@ _READERS: dict[str, Callable[..., Mask | None]] = {
     "or_masks": _any,
     "sliding_window_overlay": _window,
     "sliding_window_bidirectional_overlay": _both_ways,
+    "chunked_overlay": _chunks,
     "packed_sequence_mask_function": _packed,
     "remap_positions_for_packed_sequence": _remapped,
     "blockwise_overlay": _blocks,
@@ -276,6 +283,7 @@ def _agrees(factory: str) -> bool:
         "or_masks": (causal, causal),
         "sliding_window_overlay": (3,),
         "sliding_window_bidirectional_overlay": (2,),
+        "chunked_overlay": (2, torch.zeros(1, dtype=torch.int64)),
         "packed_sequence_mask_function": (texts,),
         "remap_positions_for_packed_sequence": (causal, places),
         "blockwise_overlay": (texts - 5,),

@@ -27,11 +27,11 @@ from regard import tuning
 from regard.kernels import operators
 from regard.kernels.call import Call
 from regard.kernels.reference import weigh_visible
-from regard.kernels.strips import StripPlan, keys_seen, plan_strips, rows_per_strip
+from regard.kernels.strips import StripPlan, keys_seen, plan_strips, rows_per_strip, sides
 from regard.masks import Tile
 from regard.masks.base import of_batch
 from regard.measures import MeasureRun, Strip
-from regard.positions import Bias
+from regard.positions import Bias, ScoreMod
 from regard.tracing import traced
 
 __all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not"]
@@ -130,8 +130,11 @@ class _Chunk:
         q = call.q[self.batch, self.heads, strip.rows].to(call.dtype)
         return self.by_group(q * factor)
 
-    def scores(self, strip: StripPlan, q: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Scores in base 2 with bias and mask, (c * g, R * n, m); and tanh of the softcap, which backward needs."""
+    def scores(
+        self, strip: StripPlan, q: Tensor, unchanged: list[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scores in base 2 with bias and mask, (c * g, R * n, m); and tanh of the softcap, which backward needs, as it
+        needs the scores that functions of them were given: these are appended to `unchanged`."""
         call = self.call
         s = torch.bmm(q, _select(self.keys, strip.runs).mT)
         capped = None
@@ -140,12 +143,20 @@ class _Chunk:
             s = capped * (call.softcap * LOG2_E)
         view = self.by_head(s)
         for bias in call.biases:
-            view.add_(self.bias(bias, strip), alpha=LOG2_E)
+            if bias.changes_scores:
+                before = view / LOG2_E
+                for columns, cols in strip.places():
+                    changed = bias.apply_to(before[..., columns], self.tile(strip, cols), self.heads)
+                    torch.mul(changed, LOG2_E, out=view[..., columns])
+                if unchanged is not None:
+                    unchanged.append(before)
+            else:
+                view.add_(self.bias(bias, strip), alpha=LOG2_E)
         for columns, cols in strip.partly:
             visible = self.block(strip, cols)
-            if self.careful:
+            if self.careful or call.changes_scores:  # (a function may give NaN for hidden pairs)
                 view[..., columns].masked_fill_(~visible, float("-inf"))
-                if capped is not None:
+                if self.careful and capped is not None:
                     self.by_head(capped)[..., columns].masked_fill_(~visible, 0.0)
             else:  # log(1) = 0, log(0) = -inf: adding is many times faster than masked_fill on a CPU
                 view[..., columns].add_(visible.to(s.dtype).log2_())
@@ -338,11 +349,12 @@ def _strip_backward(
     base = chunk.by_group(rows_lse).mul(LOG2_E)
     base.masked_fill_(base.isneginf(), float("inf"))  # an empty row: exp2(-inf - inf) = 0
     q = chunk.queries(strip)
-    p, capped = chunk.scores(strip, q)
+    unchanged: list[Tensor] = []
+    p, capped = chunk.scores(strip, q, unchanged)
     p.sub_(base).exp2_()
     values, keys = _select(chunk.values, strip.runs), _select(chunk.keys, strip.runs)
-    hidden = ~chunk.visible(strip) if chunk.careful else None
-    if hidden is not None:
+    hidden = ~chunk.visible(strip) if chunk.careful or unchanged else None
+    if hidden is not None and chunk.careful:
         values, keys = (x.masked_fill(~x.isfinite(), 0.0) for x in (values, keys))
         p.masked_fill_(hidden, 0.0)
     ds = torch.bmm(g, values.mT)
@@ -356,8 +368,11 @@ def _strip_backward(
         ds.masked_fill_(hidden, 0.0)
     if dv_sum is not None:
         _add_product(dv_sum, strip.runs, dropped, g, 1.0)
-    for bias, into in zip(call.biases, grads.biases, strict=True):
-        if into is not None:
+    for bias, into in zip(reversed(call.biases), reversed(grads.biases), strict=True):
+        if isinstance(bias, ScoreMod):
+            ds = _through(chunk, strip, bias, unchanged.pop(), ds, into)
+            ds = ds if hidden is None else ds.masked_fill_(hidden, 0.0)
+        elif into is not None:
             _add_bias_gradient(chunk, strip, bias, chunk.by_head(ds), into)
     if capped is not None:
         ds.mul_(capped.square_().neg_().add_(1.0))
@@ -377,23 +392,24 @@ def _chunks(call: Call, height: int, width: int, *, together: bool = False) -> I
     shared = heads // groups
     seen = keys_seen(call)
     row_scores = shared * max(seen, 1)  # of one kv head
-    rows = height or min(rows_per_strip(row_scores, groups), queries if seen == keys else tuning.MANY_ROWS)
+    most_rows, tile_keys = sides(call)
+    rows = height or min(rows_per_strip(row_scores, groups), queries if seen == keys else most_rows)
     g = min(groups, max(1, tuning.STRIP // (row_scores * min(rows, queries))))
+    if call.mask is not None and call.mask.grain() is not None and not call.mask.shared_by_heads():
+        g = 1  # each kv head has strips of its own
     if together:
         g, rows = groups, min(rows, max(1, 4 * tuning.STRIP // (row_scores * groups)))
     whole_items = g == groups and rows >= queries
     c = min(batch, max(1, tuning.STRIP // (row_scores * g * min(rows, queries)))) if whole_items else 1
-    strips_of = plan_strips(call, rows, width or min(tuning.TILE, max(keys, 1)))
+    strips_of = plan_strips(call, rows, width or min(tile_keys, max(keys, 1)))
     careful = call.mask is not None and not call.keys_are_finite
     for b in range(0, batch, c):
         items = slice(b, min(b + c, batch))
-        strips = strips_of(items)
         for h in range(0, groups, g):
             kv_heads = slice(h, min(h + g, groups))
+            q_heads = slice(kv_heads.start * shared, kv_heads.stop * shared)
             k, v = (x[items, kv_heads].to(call.dtype).flatten(0, 1) for x in (call.k, call.v))
-            yield _Chunk(
-                call, items, kv_heads, slice(kv_heads.start * shared, kv_heads.stop * shared), k, v, strips, careful
-            )
+            yield _Chunk(call, items, kv_heads, q_heads, k, v, strips_of(items, q_heads), careful)
 
 
 def _select(x: Tensor, runs: list[slice]) -> Tensor:
@@ -417,6 +433,17 @@ def _add_bias_gradient(chunk: _Chunk, strip: StripPlan, bias: Bias, gradient: Te
         size = cols.stop - cols.start
         bias.add_gradient(gradient[..., at : at + size], chunk.tile(strip, cols), into, chunk.heads)
         at += size
+
+
+def _through(
+    chunk: _Chunk, strip: StripPlan, bias: ScoreMod, unchanged: Tensor, ds: Tensor, into: Tensor | None
+) -> Tensor:
+    """From the gradient (c * g, R * n, m) of changed scores that of the `unchanged` (c, g * R, n, m)."""
+    gradient = torch.empty_like(unchanged)
+    for columns, cols in strip.places():
+        parts = unchanged[..., columns], chunk.by_head(ds)[..., columns]
+        gradient[..., columns] = bias.gradients(*parts, chunk.tile(strip, cols), into, chunk.heads)
+    return chunk.by_group(gradient)
 
 
 def _numbers(run: slice, like: Tensor) -> Tensor:

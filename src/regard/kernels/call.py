@@ -4,7 +4,8 @@ A kernel is a module (or object) with
 
     name                                  what `kernel="..."` names
     why_not(call) -> str | None           None where it can serve the call, else why not, in words
-    forward(call) -> (out, lse)           out (B, H, N, E) in q's dtype; lse (B, H, N) in `accumulation_dtype`
+    forward(call) -> (out, lse)           out (B, H, N, E) in q's dtype; lse (B, H, N) in `accumulation_dtype`, with a
+                                          gradient where `why_not` gives no reason for a call that `needs_lse`
     backward(call, out, lse, d_out, wanted)
                                           the gradients of `call.learned()` that are wanted; out and lse may cover more
                                           keys than the call (ring attention merges partial results)
@@ -30,6 +31,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 from torch import Tensor
 
+from regard.cache import Stored
 from regard.kernels.dropout import Dropout
 from regard.masks import And, Grid, Mask, Tile, conjuncts
 from regard.measures import MeasureRun
@@ -51,6 +53,8 @@ class Call:
 
     scores = q k^T * scale; softcap * tanh(scores / softcap); + biases; mask; softmax (sinks in denominator); dropout
 
+    A bias may be a function of the scores (`positions.ScoreMod`), in its place among the others.
+
     Positions are None where they are contiguous: keys 0..M-1, queries `q_start`, `q_start` + 1, ...
     Every tensor but q, k, v leads with a batch axis of 1 or B, so that vmap can fold its axis into the batch.
 
@@ -69,6 +73,7 @@ class Call:
     key_positions: Tensor | None = None  # (1|B, M)
     sinks: Tensor | None = None  # (1|B, H)
     dropout: Dropout | None = None
+    needs_lse: bool = False  # whether the caller asked for the log-sum-exp, too
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -80,6 +85,11 @@ class Call:
     def dtype(self) -> torch.dtype:
         """The dtype to accumulate in."""
         return accumulation_dtype(self.q.dtype)
+
+    @property
+    def changes_scores(self) -> bool:
+        """Whether a bias is a function of the scores (`positions.ScoreMod`)."""
+        return any(bias.changes_scores for bias in self.biases)
 
     @property
     def contiguous(self) -> bool:
@@ -118,6 +128,18 @@ class Call:
         simple = replace(self, mask=functools.reduce(And, parts) if parts else None)
         simple.__dict__["_derived"] = {_parts: parts}
         return simple
+
+    @property
+    def stored(self) -> bool:
+        """Whether keys and values are given as a cache stores them: in several places, or as int8."""
+        return isinstance(self.k, Stored) or isinstance(self.v, Stored)
+
+    def plain(self) -> Call:
+        """The same call of plain tensors, which are built where a cache gave keys and values as it stores them."""
+        if not self.stored:
+            return self
+        k, v = (x.plain() if isinstance(x, Stored) else x for x in (self.k, self.v))
+        return replace(self, k=k, v=v)
 
     def detached(self) -> Call:
         """The same call without gradients and dropout, for observers. What was derived of it stays."""
@@ -163,7 +185,7 @@ class Call:
         """A rectangle of the plane, as masks want it."""
         items = self.q.shape[0] if batch.stop is None else batch.stop - (batch.start or 0)
         positions = self.positions_of_queries(rows, batch), self.positions_of_keys(cols, batch)
-        return Tile(self.q.shape[2], batch, rows, cols, *positions, items, self.q.shape[1])
+        return Tile(self.q.shape[2], batch, rows, cols, *positions, items, self.q.shape[1], self.k.shape[2])
 
     def whole(self) -> Tile:
         """The whole plane as one tile."""
@@ -174,7 +196,8 @@ class Call:
         (B, g, m, E): mask, biases and positions are sliced to match. Without dropout, whose random numbers belong to
         the whole call."""
         tile = self.tile(slice(None), rows, cols)
-        contiguous = self.contiguous
+        # Keys count from 0 again, unless a bias may ask where they stand.
+        contiguous = self.contiguous and (not cols.start or all(b.by_distance or b.is_dense for b in self.biases))
         return replace(
             self,
             q=q,

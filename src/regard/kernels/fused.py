@@ -13,7 +13,8 @@ from regard import tuning
 from regard.kernels import blockwise
 from regard.kernels.call import Call
 from regard.kernels.operators import first_derivatives_only
-from regard.masks import Causal, Mask
+from regard.kernels.strips import sides
+from regard.masks import Causal, Keep, Mask
 from regard.measures import MeasureRun
 from regard.tracing import in_torch_func, traced
 
@@ -31,6 +32,8 @@ def why_not(call: Call) -> str | None:
         return "SDPA has its own dropout RNG and runs unfused with dropout"
     if call.softcap is not None:
         return "it has no softcap"
+    if call.changes_scores:
+        return "it adds to scores, and cannot change them by a function (positions.ScoreMod)"
     if call.sinks is not None:
         return "it has no sinks"
     if call.q.shape[3] != call.v.shape[3]:
@@ -47,6 +50,8 @@ def why_not(call: Call) -> str | None:
         return "under torch.func it falls back to the N x M matrix"
     if torch.is_grad_enabled() and any(b.weight.requires_grad for b in call.biases):
         return "it gives no gradient to a bias"
+    if call.needs_lse and (reason := _why_no_lse(call)) is not None:
+        return reason
     causal, rest = call.derive(_split)
     if (rest or call.biases) and torch.onnx.is_in_onnx_export():
         return "in ONNX a row that may see nothing would get the mean of the values"
@@ -63,6 +68,17 @@ def why_not(call: Call) -> str | None:
         return "queries hold NaN or inf, and it would make 0 of such a row"
     if not _runs_fused(call):
         return f"torch has no fused attention for {call.q.dtype} on {call.q.device.type} with these shapes"
+    return None
+
+
+def _why_no_lse(call: Call) -> str | None:
+    """In words, where torch does not give the log-sum-exp."""
+    if not call.q.is_cpu:
+        return "torch gives the log-sum-exp on CPUs alone"
+    if traced(call.q, call.k, call.v):
+        return "torch does not give the log-sum-exp to compilers and torch.func"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in call.learned()):
+        return "it gives no gradient of the log-sum-exp"
     return None
 
 
@@ -179,6 +195,8 @@ def _dense_size(call: Call, masked: object) -> int:
     """Elements of the dense mask that torch would be given (a tensor of the caller's own costs nothing more)."""
     batch, heads, n, m = call.shape
     per_head = any(bias.per_head for bias in call.biases)
+    if masked and call.mask is not None:  # (a tensor of the caller's own is there already)
+        per_head = per_head or not all(isinstance(x, Keep) or x.shared_by_heads() for x in call.mask_parts)
     per_item = any(bias.per_item for bias in call.biases)
     per_item = per_item or (call.mask is not None and bool(masked) and batch > 1)
     if len(call.biases) == 1 and call.biases[0].is_dense and not masked:
@@ -191,9 +209,19 @@ def _mostly_hidden(call: Call) -> str | None:
     _, _, n, m = call.shape
     if call.mask is None or torch.compiler.is_compiling() or n * m < tuning.SURVEY_FROM:
         return None
-    some = call.mask.survey(call.grid(128, 128)).some
-    visible = some.float().mean().item() if some.numel() > 1 else 1.0
+    visible = _visible_share(call, call.mask)
     return f"it would compute the {1 - visible:.0%} that is hidden" if visible < tuning.MOSTLY_HIDDEN else None
+
+
+def _visible_share(call: Call, mask: Mask) -> float:
+    """Which share of the plane's tiles has a visible pair: of all heads together, or of each where blocks of keys are
+    chosen for it."""
+    heads = call.shape[1]
+    one_by_one = mask.grain() is not None and not mask.shared_by_heads()
+    masks = [mask.of_heads(slice(head, head + 1)) for head in range(heads)] if one_by_one else [mask]
+    height, width = sides(call) if mask.grain() is not None else (128, 128)
+    tiles = [each.survey(call.grid(height, width)).some for each in masks]
+    return sum(x.float().mean().item() if x.numel() > 1 else 1.0 for x in tiles) / len(tiles)
 
 
 def _may_leak(call: Call) -> bool:

@@ -1,7 +1,7 @@
 """Masks and biases as the native kernel takes them: a range of keys per query, documents, and what is left dense.
 
     Causal, Window, Padding   numbers: each query sees one run of keys, found without looking at a single pair
-    Documents                 two rows of integers
+    Documents, Chunk          two rows of integers, for all of them together
     Keep, Hide                the caller's boolean tensor
     Alibi, RelativeBias       one number per head and *distance*: each row of (N, M) is the same vector, shifted by one,
                               so a view with a row stride of -1 says it all in O(N + M) memory
@@ -12,6 +12,7 @@ Letters: B batch, H query heads, N queries, M keys.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from regard.kernels.call import Call
-from regard.masks import Causal, Documents, Hide, Keep, Mask, Padding, Tile, Window
+from regard.masks import Causal, Chunk, Documents, Hide, Keep, Mask, Padding, Tile, Window
 
 __all__ = [
     "Added",
@@ -63,7 +64,6 @@ def pairs_to_evaluate(call: Call) -> int:
     if call.mask is not None:
         parts = call.mask_parts
         planes = [part for part in parts if not _as_numbers(part, call)]
-        planes += [part for part in parts if type(part) is Documents][1:]  # (one is two rows of integers)
         rows = [part for part in parts if isinstance(part, Padding) and part.keep is not None]  # maybe with holes
         if any(type(part) not in (Keep, Hide) for part in planes) or (planes and len(planes) + len(rows) > 1):
             mask = batch * n * m * (1 if call.mask.shared_by_heads() else heads)
@@ -76,7 +76,7 @@ def _as_numbers(part: Mask, call: Call) -> bool:
     """Whether a part of a mask is told by a few numbers, without a tensor of pairs."""
     if type(part) in (Causal, Window):
         return call.contiguous
-    return type(part) in (Padding, Documents)
+    return type(part) in (Padding, Documents, Chunk)
 
 
 def lower_mask(call: Call) -> Visible:
@@ -84,6 +84,7 @@ def lower_mask(call: Call) -> Visible:
     seen = Visible()
     batch, _, n, _ = call.shape
     rest: list[Mask] = []
+    ids: list[tuple[Tensor, Tensor]] = []
     for part in call.mask_parts:
         if not _as_numbers(part, call):
             rest.append(part)
@@ -101,11 +102,13 @@ def lower_mask(call: Call) -> Visible:
             seen.key_start = start.expand(batch) if seen.key_start is None else torch.maximum(seen.key_start, start)
             if not whole:
                 rest.append(part)
-        elif isinstance(part, Documents) and seen.documents is None:
-            q_ids, k_ids = part.sides(n)
-            seen.documents = _small_numbers(q_ids, k_ids)
-        else:
-            rest.append(part)
+        elif isinstance(part, Documents):
+            ids.append(part.sides(n))
+        elif isinstance(part, Chunk):
+            tile = call.whole()
+            ids.append((part.numbers(tile.q_positions), part.numbers(tile.k_positions)))
+    if ids:
+        seen.documents = _small_numbers(*functools.reduce(_both, ids))
     tile = call.whole() if rest else None
     for part in rest:
         assert tile is not None
@@ -125,6 +128,15 @@ def _run_of(keep: Tensor) -> tuple[Tensor, Tensor, bool]:
     start, back = numbers.argmax(1), numbers.flip(1).argmax(1)
     end = torch.where(keep.any(1), keep.shape[1] - back, start)
     return start, end, bool((keep.sum(1) == end - start).all())
+
+
+def _both(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Ids of queries and keys that are equal where two kinds of ids both are, and rise where both do."""
+    items = max(x.shape[0] for x in (*a, *b))
+    sides = (torch.cat([x.to(torch.int64).expand(items, -1) for x in side], 1) for side in (a, b))
+    (_, first), (kinds, second) = (side.unique(return_inverse=True) for side in sides)
+    pairs = first * kinds.numel() + second
+    return pairs[:, : a[0].shape[1]], pairs[:, a[0].shape[1] :]
 
 
 def _small_numbers(q_ids: Tensor, k_ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from regard import tuning
+from regard.cache import Stored
 from regard.kernels import blockwise, fused, operators
 from regard.kernels import native_library as library
 from regard.kernels.call import Call
@@ -29,15 +30,16 @@ from regard.kernels.lowering import (
     new_gradient,
     pairs_to_evaluate,
 )
-from regard.kernels.native_library import CALL, DTYPES, GRADIENTS
+from regard.kernels.native_library import CALL, DTYPES, GRADIENTS, SEGMENT
 from regard.kernels.native_statistics import NO_STATISTICS, Statistics
 from regard.measures import MeasureRun
+from regard.tracing import traced
 
 __all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not"]
 
 name = "native"
 
-WIDEST = 256  # numbers of a head
+WIDEST = 1024  # numbers of a head
 MOST = (2**31 - 1) // 2  # queries, and keys
 
 
@@ -60,6 +62,8 @@ def why_not(call: Call) -> str | None:
         return f"there are more than {MOST} queries or keys, which it counts in 32 bits"
     if call.q.shape[3] > WIDEST or call.v.shape[3] > WIDEST:
         return f"heads are wider than {WIDEST}"
+    if call.changes_scores:
+        return "it adds to scores, and cannot change them by a function (positions.ScoreMod)"
     if (call.mask is not None or call.biases) and call.derive(pairs_to_evaluate) > tuning.DENSE_LIMIT:
         return "it would need the mask or the bias as a dense tensor, a large one"
     return None
@@ -75,7 +79,7 @@ def worth(call: Call) -> bool:
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Output (B, H, N, E) and log-sum-exp (B, H, N)."""
-    return differentiable_forward(call)
+    return _forward(call)
 
 
 def backward(call: Call, out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[bool]) -> list[Tensor]:
@@ -85,7 +89,25 @@ def backward(call: Call, out: Tensor, lse: Tensor, d_out: Tensor, wanted: list[b
 
 def output(call: Call) -> Tensor:
     """(B, H, N, E)"""
-    return differentiable_forward(call)[0]
+    return _forward(call)[0]
+
+
+def reads_stored(call: Call) -> bool:
+    """Whether it reads keys and values as a cache stores them; else they are copied to plain tensors for this call."""
+    k, v = call.k, call.v
+    return (
+        isinstance(k, Stored)
+        and isinstance(v, Stored)
+        and len(k.segments) == len(v.segments)
+        and not traced(call.q, *call.learned()[3:])
+        and not (torch.is_grad_enabled() and any(x.requires_grad for x in call.learned()))
+    )
+
+
+def _forward(call: Call) -> tuple[Tensor, Tensor]:
+    if not call.stored:
+        return differentiable_forward(call)
+    return _Loops().forward(call, 0, 0) if reads_stored(call) else differentiable_forward(call.plain())
 
 
 def forward_measured(call: Call, measuring: MeasureRun, *, output: bool = True) -> tuple[Tensor | None, Tensor]:
@@ -126,9 +148,10 @@ class _Packed(NamedTuple):
 
 def _packed(call: Call, out: Tensor | None, lse: Tensor, statistics: Sequence[int] = NO_STATISTICS) -> _Packed:
     """A call as C reads it. `statistics`: the fields of args.h from `entropy` on."""
-    q, k, v = _in_rows(call.q), _in_rows(call.k), _in_rows(call.v)
+    q, segments = _in_rows(call.q), _segments(call.k, call.v)
+    k, v = (_NOWHERE, _NOWHERE) if segments is not None else (_in_rows(call.k), _in_rows(call.v))
     batch, heads, n, width = q.shape
-    _, groups, m, value_width = v.shape
+    _, groups, m, value_width = call.v.shape
     seen = _ALL if call.mask is None else call.derive(lower_mask)
     added = call.derive(lower_biases) if call.biases else None
     sinks = None if call.sinks is None else call.sinks.detach().resolve_neg().to(torch.float32)
@@ -169,12 +192,28 @@ def _packed(call: Call, out: Tensor | None, lse: Tensor, statistics: Sequence[in
         *((0, 0, 0, 0, 0) if added is None else _bias(added)),
         *((0, 0, 0) if sinks is None else (sinks.data_ptr(), *broadcast_strides(sinks))),
         *((0, 0, 0, 0, 0, 0, 0, 0, 1.0) if drop is None else _dropout(drop)),
+        segments.data_ptr() if segments is not None else 0,
+        0 if segments is None else segments.numel() // SEGMENT.size,
         *statistics,
     )
-    return _Packed(packed, added, (q, k, v, seen, sinks, drop))
+    return _Packed(packed, added, (q, k, v, seen, sinks, drop, segments))
 
 
 _ALL = Visible()
+_NOWHERE = torch.empty(0, 0, 0, 0)  # stands for keys and values that are given as segments
+
+
+def _segments(k: Tensor, v: Tensor) -> Tensor | None:
+    """Keys and values as a cache stores them, as C reads them: bytes; None where they are plain tensors."""
+    if not (isinstance(k, Stored) and isinstance(v, Stored)):
+        return None
+    packed = bytearray()
+    for keys, values in zip(k.segments, v.segments, strict=True):
+        parts = [keys.numbers, values.numbers, keys.scales, values.scales]
+        strides = [(0, 0, 0) if x is None else (x.stride(0) if x.shape[0] > 1 else 0, *x.stride()[1:3]) for x in parts]
+        numbers = (stride for each in strides for stride in each)
+        packed += SEGMENT.pack(*map(_address, parts), keys.numbers.shape[2], *numbers)
+    return torch.frombuffer(packed, dtype=torch.uint8)
 
 
 def _in_rows(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch  # first: it brings the OpenMP runtime, and the library takes which
 
 from regard.errors import bad_value
 
-__all__ = ["CALL", "DTYPES", "GRADIENTS", "Library", "load", "raise_for", "say_once", "why_not"]
+__all__ = ["CALL", "DTYPES", "GRADIENTS", "SEGMENT", "Library", "load", "raise_for", "say_once", "why_not"]
 
 FILE = Path(os.environ.get("REGARD_LIBRARY") or Path(__file__).with_name("libregard_native.so"))
 INSTRUCTION_SETS = ("auto", "portable", "avx2", "avx512", "avx512_bf16")  # in the order of `regard_isa`
@@ -36,6 +36,7 @@ CALL = struct.Struct(
     "2P2q"  # q_docs, k_docs, their strides
     "P4qP4qP2q"  # mask, bias, sinks, each with its strides
     "2P3q2qif"  # drop_rows, drop_cols, their strides, threshold, kept
+    "Pq"  # segments, their count
     "2PP2PPPP2q"  # entropy, peak, target, distance, offset, on_first, received, offsets with before and after
     "P2q"  # heatmap, rows, cols
     "P2P2q"  # uncounted; q_positions, k_positions, their strides
@@ -44,6 +45,8 @@ CALL = struct.Struct(
     "2Pq"  # link_weights, link_keys, their count
     "P4q"  # crop, its first row, rows, first column, columns
 )
+# struct regard_segment: k, v, their scales, the count of keys, the strides of all four
+SEGMENT = struct.Struct("4Pq12q")
 # struct regard_gradients
 GRADIENTS = struct.Struct(
     "Q2P6q"  # size, d_out, d_lse, their strides

@@ -41,11 +41,12 @@ def scores(call: Call, stage: str = "biased") -> Tensor:
     if stage == "capped":
         return s
     tile = call.whole()
+    visible = None if call.mask is None else call.mask.block(tile)
     for bias in call.biases:
-        s = s + bias.evaluate(tile)
-    if call.mask is not None:
-        s = s.masked_fill(~call.mask.block(tile), float("-inf"))
-    return s
+        if bias.changes_scores and visible is not None:  # a hidden score gets no gradient, where 0 * NaN would be one
+            s = torch.where(visible, s, s.detach())
+        s = bias.apply_to(s, tile)
+    return s if visible is None else s.masked_fill(~visible, float("-inf"))
 
 
 def weights(call: Call) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """The only way into a kernel: choose one, turn autocast off, and hand the call to observers.
 
     run(call)            the output (B, H, N, E), differentiable; observers are told
+    run_with_lse(call)   the same, and the log-sum-exp (B, H, N), differentiable
     run_unobserved(call) the same, and they are not
     run_measured(...)    output and log-sum-exp while the weights are shown to measures; without gradient
     weights(call)        the N x M weights, by the reference formula
@@ -20,9 +21,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from regard.cache import StoredHeads
 from regard.errors import bad_value
 from regard.kernels import blockwise, fused, native, native_library, reference, triton
+from regard.kernels.by_heads import parts_by_heads
 from regard.kernels.call import Call, Kernel
+from regard.kernels.operators import new_output
 from regard.kernels.precision import fixed_precision
 from regard.kernels.triton.availability import why_not_on
 from regard.measures import MeasureRun
@@ -38,6 +42,7 @@ __all__ = [
     "run",
     "run_measured",
     "run_unobserved",
+    "run_with_lse",
     "weights",
 ]
 
@@ -79,13 +84,30 @@ def observed_by(observer: Observer) -> Iterator[None]:
 def run(call: Call, kernel: str = "auto") -> Tensor:
     """The output (B, H, N, E) of a call, by the kernel named; by "auto" the first that can serve and is worth it."""
     if not torch.compiler.is_compiling() and observers.stack:
-        return _run_observed(call, kernel)
+        return _run_observed(call, kernel, functools.partial(run_unobserved, call, kernel))
     return run_unobserved(call, kernel)
 
 
-def _run_observed(call: Call, kernel: str) -> Tensor:
+def run_with_lse(call: Call, kernel: str = "auto") -> tuple[Tensor, Tensor]:
+    """Output (B, H, N, E) and log-sum-exp (B, H, N) of a call that `needs_lse`. Observers may replace the output; they
+    must have it computed, for they give no log-sum-exp."""
+    call = call.plain()
+    lses: list[Tensor] = []
+
+    def compute() -> Tensor:
+        with fixed_precision(call.q):
+            out, lse = choose(kernel, call).forward(call)
+        lses[:] = [lse]
+        return out
+
+    observed = not torch.compiler.is_compiling() and observers.stack
+    out = _run_observed(call, kernel, compute) if observed else compute()
+    return out, lses[0]
+
+
+def _run_observed(call: Call, kernel: str, compute: Callable[[], Tensor]) -> Tensor:
     """Each observer wraps the next. Attention that an observer computes is not observed."""
-    compute: Callable[[], Tensor] = functools.partial(run_unobserved, call, kernel)
+    call = call.plain()
     stack = observers.stack
     for observer in reversed(stack):
         compute = functools.partial(observer.attention, call, compute, kernel)
@@ -98,9 +120,24 @@ def _run_observed(call: Call, kernel: str) -> Tensor:
 
 def run_unobserved(call: Call, kernel: str = "auto") -> Tensor:
     """As `run`, without telling observers."""
+    if call.stored:
+        if isinstance(call.k, StoredHeads) and (parts := parts_by_heads(call)) is not None:
+            return _run_by_heads(call, parts, kernel)
+        if kernel in ("auto", native.name) and native.why_not(call) is None and native.worth(call):
+            with fixed_precision(call.q):
+                return native.output(call)
+        call = call.plain()
     chosen = choose(kernel, call)
     with fixed_precision(call.q):
         return chosen.output(call)
+
+
+def _run_by_heads(call: Call, parts: list[tuple[list[int], Call]], kernel: str) -> Tensor:
+    """The output of a call whose heads hold different tokens: each part alone."""
+    out, _ = new_output(call.q, call.v)
+    for heads, part in parts:
+        out[:, heads] = run_unobserved(part, kernel)
+    return out
 
 
 def run_measured(
@@ -108,6 +145,7 @@ def run_measured(
 ) -> tuple[Tensor | None, Tensor]:
     """Output (None unless asked for) and log-sum-exp, while the weights are shown to some measures. The caller has
     switched gradients and autocast off."""
+    call = call.plain()
     if kernel == "auto":
         chosen = next(candidate for candidate in MEASURING if candidate.why_not(call) is None and candidate.worth(call))
     else:
@@ -117,6 +155,7 @@ def run_measured(
 
 def weights(call: Call, stage: str = "weights") -> Tensor:
     """The weights (B, H, N, M) before dropout, or the scores after an earlier step of `reference.STAGES`."""
+    call = call.plain()
     with fixed_precision(call.q):
         return reference.weights(call)[0] if stage == "weights" else reference.scores(call, stage)
 
@@ -170,4 +209,9 @@ def explain(kernel: str, call: Call) -> str:
         else:
             why = "was named" if kernel != "auto" else "is faster"
             lines.append(f"{candidate.name}: could serve, but {chosen.name} {why}")
+    if call.stored:
+        parts = parts_by_heads(call) if isinstance(call.k, StoredHeads) else [([], call)]
+        reads = chosen is native and parts is not None and all(native.reads_stored(part) for _, part in parts)
+        how = "read where they are" if reads else "copied to plain tensors for this call"
+        lines.append(f"keys and values: {call.k!r}, {how}")
     return "\n".join(lines)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from regard import tuning
 from regard.kernels.call import Call
+from regard.masks import Survey
 from regard.masks.base import of_batch
 
-__all__ = ["StripPlan", "keys_seen", "plan_strips", "rows_per_strip"]
+__all__ = ["StripPlan", "keys_seen", "plan_strips", "rows_per_strip", "sides"]
 
 
 @dataclass
@@ -24,23 +26,36 @@ class StripPlan:
     def width(self) -> int:
         return sum(run.stop - run.start for run in self.runs)
 
+    def places(self) -> Iterator[tuple[slice, slice]]:
+        """Where each run is, in the strip and in the key tensor."""
+        at = 0
+        for run in self.runs:
+            yield slice(at, at + run.stop - run.start), run
+            at += run.stop - run.start
 
-def plan_strips(call: Call, rows: int, width: int) -> Callable[[slice], list[StripPlan]]:
-    """For a run of batch items the strips of `rows` rows each; what is hidden is found in tiles of `width` keys."""
+
+def plan_strips(call: Call, rows: int, width: int) -> Callable[[slice, slice], list[StripPlan]]:
+    """For some batch items and heads the strips of `rows` rows each; what is hidden is found in tiles of `width`
+    keys."""
     _, _, queries, keys = call.shape
     bands = [slice(i, min(i + rows, queries)) for i in range(0, queries, rows)]
     tiles = [slice(j, min(j + width, keys)) for j in range(0, keys, width)]
     if call.mask is None or len(bands) * len(tiles) <= 1:
         every = call.mask is None
-        return lambda items: [_plan(band, [(tile, True, every) for tile in tiles]) for band in bands]
-    grid = (len(bands), len(tiles))
-    some, every = (x.expand(x.shape[0], *grid) for x in call.mask.survey(call.grid(rows, width)))
+        return lambda items, heads: [_plan(band, [(tile, True, every) for tile in tiles]) for band in bands]
+    mask, shared, grid = call.mask, call.mask.shared_by_heads(), call.grid(rows, width)
 
-    def of_items(items: slice) -> list[StripPlan]:
+    @functools.cache
+    def survey(first: int, last: int) -> Survey:
+        found = (mask if shared else mask.of_heads(slice(first, last))).survey(grid)
+        return Survey(*(x.expand(x.shape[0], len(bands), len(tiles)) for x in found))
+
+    def of_part(items: slice, heads: slice) -> list[StripPlan]:
+        some, every = survey(0, 0) if shared else survey(heads.start, heads.stop)
         a, b = of_batch(some, items).any(0).tolist(), of_batch(every, items).all(0).tolist()
         return [_plan(band, list(zip(tiles, a[i], b[i], strict=True))) for i, band in enumerate(bands)]
 
-    return of_items
+    return of_part
 
 
 def _plan(rows: slice, tiles: list[tuple[slice, bool, bool]]) -> StripPlan:
@@ -65,14 +80,25 @@ def _plan(rows: slice, tiles: list[tuple[slice, bool, bool]]) -> StripPlan:
     return plan
 
 
+def sides(call: Call) -> tuple[int, int]:
+    """The rows and keys of the tiles in which hidden ones are looked for; those of the mask, where it is made of
+    blocks, or a few of them together, where they are small."""
+    grain = None if call.mask is None else call.mask.grain()
+    if grain is None:
+        return tuning.MANY_ROWS, tuning.TILE
+    rows, keys = (side * -(-tuning.BLOCK_SIDE // side) for side in grain)
+    return min(rows, tuning.MANY_ROWS), min(keys, tuning.TILE)
+
+
 def keys_seen(call: Call) -> int:
-    """How many keys a strip of `tuning.MANY_ROWS` sees at most: in a long text with a window few of them all."""
+    """How many keys a strip sees at most: in a long text with a window few of them all."""
     _, _, queries, keys = call.shape
     if call.mask is None or queries * keys < 8 * tuning.STRIP:
         return keys
-    some = call.mask.survey(call.grid(tuning.MANY_ROWS, tuning.TILE)).some
-    tiles = some.any(0).expand(-1, -(-keys // tuning.TILE)).sum(-1).max()
-    return min(keys, int(tiles) * tuning.TILE)
+    height, width = sides(call)
+    some = call.mask.survey(call.grid(height, width)).some
+    tiles = some.any(0).expand(-1, -(-keys // width)).sum(-1).max()
+    return min(keys, int(tiles) * width)
 
 
 def rows_per_strip(scores: int, groups: int) -> int:

@@ -5,14 +5,31 @@ Letters: B batch, N queries, M keys, W model width.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
 
 from regard.cache import KVCache, RollingCache
 from regard.errors import bad_type, bad_value, shape_of
 from regard.kernels.precision import mixed_precision
-from regard.positions import Rotary
+from regard.layer.gate import Gate
+from regard.layer.key_values import KeyValues
+from regard.layer.value_mix import ValueMix
+from regard.positions import MultiAxisRotary, Rotary, Temperature
 
-__all__ = ["SIZES", "check_inputs", "check_settings", "check_sizes", "check_types"]
+if TYPE_CHECKING:
+    from regard.layer.multi_head_attention import MultiHeadAttention
+
+__all__ = [
+    "SIZES",
+    "check_axes_given",
+    "check_inputs",
+    "check_parts",
+    "check_settings",
+    "check_shared",
+    "check_sizes",
+    "check_types",
+]
 
 # The arguments of the layer that are sizes
 SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "value_head_dim", "query_dim", "key_dim", "value_dim")
@@ -54,6 +71,94 @@ def check_settings(dropout: object, position_encoding: object, init: object, hea
         )
     if init not in ("xavier", "normal"):
         raise bad_value("init", expected='"xavier" or "normal"', received=repr(init))
+
+
+def check_parts(gate: object, query_scale: object, value_mix: object, *, shares_kv: object, v_norm: object) -> None:
+    """Raise unless the parts of the layer are of their kinds, and fit each other."""
+    for what, part, kind, remedy in (
+        ("gate", gate, Gate, 'regard.layer.Gate("element")'),
+        ("query_scale", query_scale, Temperature, "regard.positions.Temperature(8192)"),
+        ("value_mix", value_mix, ValueMix, "regard.layer.ValueMix()"),
+    ):
+        if part is not None and not isinstance(part, kind):
+            raise bad_type(
+                what, expected=f"a {kind.__name__} or None", received=f"{type(part).__name__} {part!r}", remedy=remedy
+            )
+    if not isinstance(shares_kv, bool):
+        raise bad_type("shares_kv", expected="True or False", received=f"{type(shares_kv).__name__} {shares_kv!r}")
+    for what, part in (("v_norm", v_norm), ("value_mix", value_mix)):
+        if shares_kv and part is not None:
+            raise bad_value(
+                what,
+                expected="None: with shares_kv the values are another layer's",
+                received=repr(part),
+                remedy=f"give the {what} to the layer that computes them",
+            )
+
+
+def check_shared(
+    layer: MultiHeadAttention,
+    cache: KVCache | RollingCache | None,
+    self_attention: bool,
+    value_residual: object,
+    share: object,
+    source: object,
+) -> None:
+    """Raise where what layers share, or a cache, does not fit this layer's parts."""
+    if isinstance(cache, RollingCache):
+        for what, part in (
+            ("query_scale", layer.query_scale),
+            ("MultiAxisRotary", layer.position_encoding if _has_axes(layer) else None),
+        ):
+            if part is not None:
+                raise bad_type(
+                    "cache",
+                    expected=f"a KVCache: a RollingCache numbers its tokens anew, which {what} cannot follow",
+                    received="a RollingCache",
+                    remedy="KVCache(), and masks.Window where a window is meant",
+                )
+    if share is not None and not isinstance(share, KeyValues):
+        raise bad_type("share", expected="an empty KeyValues", received=type(share).__name__, remedy="KeyValues()")
+    if share is not None and cache is not None and cache.complete:
+        raise bad_value("share", expected="new keys and values", received="a KVCache(once=True) that has them already")
+    if value_residual is not None and layer.value_mix is None:
+        raise bad_value(
+            "value_residual",
+            expected="none: this layer has no value_mix",
+            received=type(value_residual).__name__,
+            remedy="MultiHeadAttention(..., value_mix=ValueMix())",
+        )
+    if not layer.shares_kv:
+        if source is not None:
+            raise bad_value(
+                "source",
+                expected="none: this layer has keys and values of its own",
+                received=type(source).__name__,
+                remedy="MultiHeadAttention(..., shares_kv=True)",
+            )
+        return
+    for what, given, why in (
+        ("cache", cache is not None, "the keys and values are in the other layer's"),
+        ("share", share is not None, "share those of the layer that computes them"),
+        ("key", not self_attention, "the keys and values are those of `source`"),
+    ):
+        if given:
+            raise bad_value(what, expected=f"none: this layer has shares_kv=True, {why}", received=f"{what}=")
+
+
+def _has_axes(layer: MultiHeadAttention) -> bool:
+    return isinstance(layer.position_encoding, MultiAxisRotary)
+
+
+def check_axes_given(continues: bool) -> None:
+    """Raise where positions of several axes are left out although the keys there are may have been anywhere."""
+    if continues:
+        raise bad_value(
+            "positions",
+            expected="(N, A) or (B, N, A): with a MultiAxisRotary only the caller knows where earlier keys stand",
+            received="none",
+            remedy="torch.arange(len(cache), len(cache) + N), where all tokens were text",
+        )
 
 
 def check_types(query: object, key: object, value: object, cache: object) -> None:

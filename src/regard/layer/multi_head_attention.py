@@ -3,11 +3,11 @@
       query (B, N, W)    key (B, M, W)    value (B, M, W)
           │ q_proj           │ k_proj         │ v_proj
       (B, H, N, D)       (B, G, M, D)     (B, G, M, E)          split into heads; H is a multiple of G:
-          │ norm, rotary     │ norm, rotary   │
+          │ norm, rotary     │ norm, rotary   │ norm
           └────────┬─────────┘                │                 MHA  q q q q    GQA  q q q q    MQA  q q q q
         weights (B, H, N, M), not stored      │                      k k k k         k   k           k
                    └───────────┬──────────────┘
-                        (B, H, N, E)                            merge the heads
+                        (B, H, N, E)                            times a gate, perhaps; merge the heads
                                │ out_proj
                         out (B, N, W)
 
@@ -25,12 +25,27 @@ import torch
 from torch import Tensor, nn
 
 from regard.attention import BiasLike, attend, attention_weights
-from regard.cache import KVCache, RollingCache, Slots
-from regard.errors import bad_value, no_torchscript, refuse_trace, unknown_argument
-from regard.layer.checks import SIZES, check_inputs, check_settings, check_sizes, check_types
+from regard.cache import KVCache, RollingCache, Rotate, Slots
+from regard.errors import no_torchscript, refuse_trace, unknown_argument
+from regard.layer.checks import (
+    SIZES,
+    check_axes_given,
+    check_inputs,
+    check_parts,
+    check_settings,
+    check_shared,
+    check_sizes,
+    check_types,
+)
+from regard.layer.from_preset import layer_options
+from regard.layer.gate import Gate
+from regard.layer.key_values import KeyValues, read_source
+from regard.layer.norm import Norm, as_norm, normalise
+from regard.layer.steps import steps_of
+from regard.layer.value_mix import ValueMix
 from regard.masks import Mask, as_mask
 from regard.onednn import project, project_each
-from regard.positions import Alibi, RelativeBias, Rotary, as_biases
+from regard.positions import Alibi, MultiAxisRotary, RelativeBias, Rotary, Temperature, as_biases
 from regard.presets import Configuration, configuration
 from regard.summary import Step, table
 from regard.tracing import traced
@@ -52,9 +67,14 @@ class MultiHeadAttention(nn.Module):
         dropout: on the weights, in training only.
         scale: D ** -0.5 by default.
         position_encoding: a `positions.Rotary`, or a bias object (`positions.Alibi`, `positions.RelativeBias`).
-        qk_norm: "rms" or "layer": normalise each head's q and k, before rotary.
+        qk_norm: "rms" or "layer": normalise each head's q and k, before rotary; or a `Norm`, for other norms.
+        v_norm: the same for v.
         softcap: scores become softcap * tanh(scores / softcap).
         sinks: a learned logit per head that takes part in the denominator.
+        gate: a `Gate` on the heads' outputs, computed from the query's input by `gate_proj`.
+        query_scale: a `positions.Temperature`, which scales queries by their position.
+        value_mix: a `ValueMix`, which mixes values with those of an earlier layer (`value_residual` of the call).
+        shares_kv: no k_proj and v_proj: attends to another layer's keys and values (`source` of the call).
         init: "xavier" (uniform) or "normal" (std 0.02); biases start at 0.
         kernel: "auto", or one of `regard.kernels.available()`.
 
@@ -67,6 +87,9 @@ class MultiHeadAttention(nn.Module):
     >>> weights.shape
     torch.Size([2, 4, 5, 5])
     """
+
+    k_proj: nn.Linear  # None where keys and values are another layer's (shares_kv)
+    v_proj: nn.Linear
 
     def __init__(
         self,
@@ -84,9 +107,14 @@ class MultiHeadAttention(nn.Module):
         dropout: float = 0.0,
         scale: float | None = None,
         position_encoding: Rotary | Alibi | RelativeBias | None = None,
-        qk_norm: Literal["rms", "layer"] | None = None,
+        qk_norm: Literal["rms", "layer"] | Norm | None = None,
+        v_norm: Literal["rms", "layer"] | Norm | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        gate: Gate | None = None,
+        query_scale: Temperature | None = None,
+        value_mix: ValueMix | None = None,
+        shares_kv: bool = False,
         init: Literal["xavier", "normal"] = "xavier",
         kernel: str = "auto",
         **unknown: NoReturn,
@@ -106,21 +134,36 @@ class MultiHeadAttention(nn.Module):
         check_settings(dropout, position_encoding, init, self.head_dim)
         self.dropout, self.scale, self.softcap, self.kernel, self.init = dropout, scale, softcap, kernel, init
 
+        check_parts(gate, query_scale, value_mix, shares_kv=shares_kv, v_norm=v_norm)
         self.q_proj = nn.Linear(self.query_dim, num_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(self.key_dim, num_kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(self.value_dim, num_kv_heads * self.value_head_dim, bias=bias)
         out_bias = bias if out_bias is None else out_bias
+        self._add_keys_and_values(bias, as_norm("qk_norm", qk_norm), as_norm("v_norm", v_norm), shares_kv)
         self.out_proj = nn.Linear(num_heads * self.value_head_dim, embed_dim, bias=out_bias)
-        self.q_norm, self.k_norm = _norm(qk_norm, self.head_dim), _norm(qk_norm, self.head_dim)
         self.position_encoding = position_encoding
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
+        self.query_scale, self.value_mix, self.gate, self.gate_proj = query_scale, value_mix, gate, None
+        if gate is not None:
+            rows = gate.width(num_heads, self.value_head_dim)
+            self.gate_proj = nn.Linear(self.query_dim, rows, bias=gate.bias)
         self.reset_parameters()
 
-    @classmethod
-    def from_config(cls, config: str | Configuration, **changes: Any) -> MultiHeadAttention:
-        """The attention layer of a well-known model, untrained; `changes` go to the constructor.
+    def _add_keys_and_values(self, bias: bool, qk_norm: Norm | None, v_norm: Norm | None, shares_kv: bool) -> None:
+        """The norms, and k_proj and v_proj; None where the keys and values are another layer's."""
+        self.shares_kv = shares_kv
+        g, d, e = self.num_kv_heads, self.head_dim, self.value_head_dim
+        linears = {"k_proj": (self.key_dim, g * d), "v_proj": (self.value_dim, g * e)}
+        for name, (width, rows) in linears.items():
+            self.register_module(name, None if shares_kv else nn.Linear(width, rows, bias=bias))
+        self.q_norm = None if qk_norm is None else qk_norm.module(self.num_heads, d)
+        self.k_norm = None if qk_norm is None or shares_kv else qk_norm.module(g, d)
+        self.v_norm = None if v_norm is None else v_norm.module(g, e)
 
-        `config` is a name, one of `regard.presets.CONFIGURATIONS`, or a `Configuration` of your own.
+    @classmethod
+    def from_config(cls, config: str | Configuration, layer: int | None = None, **changes: Any) -> MultiHeadAttention:
+        """The attention layer of a well-known model, untrained, with all its parts; `changes` go to the constructor.
+
+        `config` is a name, one of `regard.presets.CONFIGURATIONS`, or a `Configuration` of your own; `layer` the number
+        of the layer, if they differ: by default one that sees everything.
 
         >>> MultiHeadAttention.from_config("smollm2-135m", dropout=0.1)
         MultiHeadAttention(
@@ -132,17 +175,14 @@ class MultiHeadAttention(nn.Module):
           (position_encoding): Rotary(64, base=100000)
         )
         """
-        fields = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "bias", "out_bias", "scale", "qk_norm")
         config = configuration(config) if isinstance(config, str) else config
-        config = replace(config, **{field: changes[field] for field in fields if field in changes})
-        options: dict[str, Any] = {field: getattr(config, field) for field in fields}
-        if "position_encoding" not in changes:
-            options["position_encoding"] = config.position_encoding()
-        return cls(**{**options, **changes})
+        return cls(**layer_options(config, layer, **changes))
 
     def reset_parameters(self) -> None:
         """Start again from random weights."""
-        for linear in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+        for linear in (self.q_proj, self.k_proj, self.v_proj, self.out_proj, self.gate_proj):
+            if linear is None:
+                continue
             if self.init == "xavier":
                 nn.init.xavier_uniform_(linear.weight)
             else:
@@ -151,8 +191,8 @@ class MultiHeadAttention(nn.Module):
                 nn.init.zeros_(linear.bias)
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
-        for module in (self.q_norm, self.k_norm, self.position_encoding):
-            if isinstance(module, (nn.RMSNorm, nn.LayerNorm, RelativeBias)):
+        for module in (self.q_norm, self.k_norm, self.v_norm, self.value_mix, self.position_encoding):
+            if isinstance(module, (nn.RMSNorm, nn.LayerNorm, ValueMix, RelativeBias)):
                 module.reset_parameters()
 
     @overload
@@ -166,6 +206,9 @@ class MultiHeadAttention(nn.Module):
         bias: BiasLike | None = ...,
         positions: Tensor | None = ...,
         cache: KVCache | RollingCache | None = ...,
+        value_residual: Tensor | None = ...,
+        share: KeyValues | None = ...,
+        source: KeyValues | KVCache | None = ...,
         need_weights: Literal[False] = ...,
     ) -> Tensor: ...
 
@@ -180,6 +223,9 @@ class MultiHeadAttention(nn.Module):
         bias: BiasLike | None = ...,
         positions: Tensor | None = ...,
         cache: KVCache | RollingCache | None = ...,
+        value_residual: Tensor | None = ...,
+        share: KeyValues | None = ...,
+        source: KeyValues | KVCache | None = ...,
         need_weights: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...
 
@@ -193,6 +239,9 @@ class MultiHeadAttention(nn.Module):
         bias: BiasLike | None = None,
         positions: Tensor | None = None,
         cache: KVCache | RollingCache | None = None,
+        value_residual: Tensor | None = None,
+        share: KeyValues | None = None,
+        source: KeyValues | KVCache | None = None,
         need_weights: bool = False,
         **unknown: NoReturn,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -203,8 +252,13 @@ class MultiHeadAttention(nn.Module):
             key: (B, M, W); the query itself by default (self attention).
             value: (B, M, W); the key by default.
             mask, bias: as in `regard.attend`; with a cache M counts cached and new keys.
-            positions: where the queries stand, (N,) or (B, N) (in self attention the new keys too).
+            positions: where the queries stand, (N,) or (B, N) (in self attention the new keys too); (N, A) or (B, N, A)
+                for a `MultiAxisRotary`, which masks do not see: they compare the order of the tokens.
             cache: a `KVCache` or `RollingCache`, updated in place.
+            value_residual: (B, G, N, E), values that the layer's `value_mix` mixes with its own.
+            share: an empty `KeyValues`, filled with the keys and values of this call for other layers.
+            source: what a layer with `shares_kv` attends to: the `KeyValues` or the `KVCache` of another layer, which
+                has run before with the same tokens.
             need_weights: also return the weights, (B, H, N, M), before dropout.
 
         Returns:
@@ -213,17 +267,25 @@ class MultiHeadAttention(nn.Module):
         self._check_types(query, key, value, cache, unknown)
         if query.dim() == 2:
             options = {"mask": mask, "bias": bias, "positions": positions, "cache": cache}
+            options |= {"value_residual": value_residual, "share": share, "source": source}
             return self._unbatched(query, key, value, need_weights=need_weights, **options)
         key = query if key is None else key
         value = key if value is None else value
         self._check_call(query, key, value, cache)
+        if self.shares_kv or not (share is source is value_residual is None) or isinstance(cache, RollingCache):
+            check_shared(self, cache, key is query, value_residual, share, source)
         with nullcontext() if cache is None else self._filling(cache, query, key, value):
-            q, k, v = self._project(query, key, value, cache)
-            q, k, v, slots = self._place(q, k, v, positions, cache, self_attention=key is query)
+            if self.shares_kv:
+                q, k, v, slots = self._borrow(query, positions, source)
+            else:
+                q, k, v = self._project(query, key, value, cache)
+                if self.value_mix is not None and v is not None:
+                    v = self.value_mix(v, value_residual)
+                q, k, v, slots = self._place(q, k, v, positions, cache, self_attention=key is query, share=share)
             options = self._options(slots, mask, bias)
             out = attend(q, k, v, dropout=self.dropout if self.training else 0.0, kernel=self.kernel, **options)
             weights = attention_weights(q, k, **options) if need_weights else None
-            out = self._merge(out)
+            out = self._merge(out, query)
         return out if weights is None else (out, weights)
 
     def _unbatched(
@@ -258,15 +320,15 @@ class MultiHeadAttention(nn.Module):
         return (
             self._split(q, self.q_norm, self.head_dim),
             self._split(k, self.k_norm, self.head_dim),
-            self._split(v, None, self.value_head_dim),
+            self._split(v, self.v_norm, self.value_head_dim),
         )
 
     def _split(self, x: Tensor, norm: nn.Module | None, width: int) -> Tensor:
         """(B, N, heads * width) -> (B, heads, N, width). The number of heads is inferred: x may hold a shard."""
+        if norm is not None and getattr(norm, "normalized_shape", (width,)) != (width,):  # all heads together
+            x, norm = normalise(norm, x), None
         x = x.view(*x.shape[:-1], x.shape[-1] // width, width)
-        if norm is not None:
-            x = norm(x.to(next(norm.parameters()).dtype)).to(x.dtype)  # its weights may be wider than x
-        return x.transpose(1, 2)
+        return (x if norm is None else normalise(norm, x)).transpose(1, 2)
 
     def _place(
         self,
@@ -277,24 +339,59 @@ class MultiHeadAttention(nn.Module):
         cache: KVCache | RollingCache | None,
         *,
         self_attention: bool,
+        share: KeyValues | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Slots]:
         """Queries and keys rotated to their positions; keys and values with the cached ones first.
 
         In self attention `positions` apply to both the queries and the new keys.
         """
+        rotate, positions = self._rotation(positions, cache)
+        rotate_keys = rotate if self_attention else self._rotate
+        new_values = v
         if k is None or v is None:
             assert cache is not None
             k, v, slots = cache.recall(positions)
         elif cache is not None:
-            k, v, slots = cache.extend(k, v, self._rotate, positions if self_attention else None)
+            k, v, slots = cache.extend(k, v, rotate_keys, positions if self_attention else None)
             slots = slots if self_attention else replace(slots, positions=positions)
         elif self_attention and positions is not None:
             k, slots = self._rotate(k, positions, None), Slots(positions=positions, key_positions=positions)
         else:
-            k, slots = self._rotate(k, 0, k.shape[2]), _CONTIGUOUS if positions is None else Slots(positions=positions)
+            k, slots = rotate_keys(k, 0, k.shape[2]), _CONTIGUOUS if positions is None else Slots(positions=positions)
+        if share is not None:
+            assert new_values is not None
+            share.fill(k, v, new_values, slots)
+        return *self._place_queries(q, k, slots, rotate), v, slots
+
+    def _borrow(
+        self, query: Tensor, positions: Tensor | None, source: KeyValues | KVCache | None
+    ) -> tuple[Tensor, Tensor, Tensor, Slots]:
+        """The layer's own queries, and another layer's keys and values, which are placed already."""
+        q = self._split(project(self.q_proj, query), self.q_norm, self.head_dim)
+        k, v, slots = read_source(self, source, q)
+        if positions is None and isinstance(self.position_encoding, MultiAxisRotary):
+            check_axes_given(True)
+        rotate, positions = self._rotation(positions, None)
+        slots = slots if positions is None else replace(slots, positions=positions)
+        return *self._place_queries(q, k, slots, rotate), v, slots
+
+    def _place_queries(self, q: Tensor, k: Tensor, slots: Slots, rotate: Rotate) -> tuple[Tensor, Tensor]:
+        """Queries rotated and scaled; and the rotated keys to compare them with."""
         if isinstance(self.position_encoding, Rotary):
-            q, k = slots.rotate_queries(q, k, self._rotate)
-        return q, k, v, slots
+            q, k = slots.rotate_queries(q, k, rotate)
+        if self.query_scale is not None:
+            q = self.query_scale(q, k.shape[2] - q.shape[2] if slots.positions is None else slots.positions)
+        return q, k
+
+    def _rotation(self, positions: Tensor | None, cache: KVCache | RollingCache | None) -> tuple[Rotate, Tensor | None]:
+        """How to rotate; and the positions that masks and caches see, which those of several axes are not."""
+        rotary = self.position_encoding
+        if not isinstance(rotary, MultiAxisRotary):
+            return self._rotate, positions
+        if positions is None:
+            check_axes_given(cache is not None and len(cache) > 0)
+            return self._rotate, None
+        return (lambda x, *_: rotary(x, positions)), None
 
     def _rotate(self, x: Tensor, positions: Tensor | int, length: int | None) -> Tensor:
         """x (B, heads, N, D) rotated to its positions in a text of some length; x itself without rotary positions."""
@@ -318,9 +415,13 @@ class MultiHeadAttention(nn.Module):
             "sinks": self.sinks,
         }
 
-    def _merge(self, out: Tensor) -> Tensor:
-        """The heads side by side, (B, H, N, E) -> (B, N, H * E), and projected to (B, N, W)."""
-        return project(self.out_proj, out.transpose(1, 2).flatten(2))
+    def _merge(self, out: Tensor, query: Tensor) -> Tensor:
+        """The heads, perhaps gated, side by side, (B, H, N, E) -> (B, N, H * E), and projected to (B, N, W)."""
+        out = out.transpose(1, 2)
+        if self.gate is not None:
+            assert self.gate_proj is not None
+            out = self.gate(out, project(self.gate_proj, query))
+        return project(self.out_proj, out.flatten(2))
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Asked by `torch.jit.script`."""
@@ -358,42 +459,15 @@ class MultiHeadAttention(nn.Module):
         total                                             768          4,640
         cache: 64 bytes per token (2 kv heads x (4 + 4) x 4 bytes)
         """
-        g, d, e, size = self.num_kv_heads, self.head_dim, self.value_head_dim, self.k_proj.weight.element_size()
+        g, d, e, size = self.num_kv_heads, self.head_dim, self.value_head_dim, self.q_proj.weight.element_size()
+        if self.shares_kv:
+            return f"{table(self.walk(tokens, batch=batch))}\ncache: none of its own"
         cache = f"cache: {g * (d + e) * size:,} bytes per token ({g} kv heads x ({d} + {e}) x {size} bytes)"
         return f"{table(self.walk(tokens, batch=batch))}\n{cache}"
 
     def walk(self, tokens: int, *, batch: int = 1) -> list[Step]:
         """The steps that `describe` shows."""
-        h, g, d, e = self.num_heads, self.num_kv_heads, self.head_dim, self.value_head_dim
-        b, n = batch, tokens
-
-        def through(step: str, name: str) -> Step:
-            linear: nn.Linear = getattr(self, name)
-            count = sum(p.numel() for p in linear.parameters())
-            return Step(step, name, (b, n, linear.out_features), count, b * n * linear.weight.numel())
-
-        steps = [
-            through("project", "q_proj"),
-            through("", "k_proj"),
-            through("", "v_proj"),
-            Step("split", f"{h} heads of q", (b, h, n, d)),
-            Step("", f"{g} heads of k", (b, g, n, d)),
-            Step("", f"{g} heads of v", (b, g, n, e)),
-        ]
-        if self.q_norm is not None and self.k_norm is not None:
-            count = sum(p.numel() for norm in (self.q_norm, self.k_norm) for p in norm.parameters())
-            steps.append(Step("", f"{type(self.q_norm).__name__} of q and k", (b, h, n, d), count))
-        if self.position_encoding is not None:
-            count = sum(p.numel() for p in self.position_encoding.parameters())
-            steps.append(Step("place", f"{type(self.position_encoding).__name__}", None, count or None))
-        scale = d**-0.5 if self.scale is None else self.scale
-        cap = "" if self.softcap is None else f", capped at {self.softcap:g}"
-        steps.append(Step("score", f"q k^T * {scale:.4g}{cap}", (b, h, n, n), None, b * h * n * n * d))
-        sinks = "" if self.sinks is None else " with sinks"
-        count = None if self.sinks is None else self.sinks.numel()
-        steps.append(Step("weigh", f"softmax{sinks}, times v", (b, h, n, e), count, b * h * n * n * e))
-        steps.append(Step("merge", "heads side by side", (b, n, h * e)))
-        return [*steps, through("project", "out_proj")]
+        return steps_of(self, tokens, batch)
 
     def extra_repr(self) -> str:
         parts = [f"{self.embed_dim}, num_heads={self.num_heads}"]
@@ -405,6 +479,8 @@ class MultiHeadAttention(nn.Module):
             ("dropout", 0.0),
             ("scale", None),
             ("softcap", None),
+            ("gate", None),
+            ("shares_kv", False),
             ("kernel", "auto"),
         ):
             if getattr(self, name) != default:
@@ -413,11 +489,3 @@ class MultiHeadAttention(nn.Module):
 
 
 _CONTIGUOUS = Slots()
-
-
-def _norm(kind: str | None, width: int) -> nn.Module | None:
-    if kind is None:
-        return None
-    if kind not in ("rms", "layer"):
-        raise bad_value("qk_norm", expected='"rms", "layer" or None', received=repr(kind))
-    return nn.RMSNorm(width, eps=1e-6) if kind == "rms" else nn.LayerNorm(width)

@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.errors import bad_value
+from regard.errors import bad_value, shape_of
 
 __all__ = [
     "ALL_OR_NONE",
@@ -55,6 +55,11 @@ EVERYTHING = frozenset(
         "alibi",
         "scale",
         "softcap",
+        "kind of q and k norm",
+        "v norm",
+        "gate per head",
+        "gate activation",
+        "query scale",
     }
 )
 
@@ -127,6 +132,11 @@ class Layout:
         norm_eps: the epsilon of the block's LayerNorm.
         ignored: keys of buffers, which are not weights.
         refused: key -> the feature it stands for, which our layer does not have.
+        requires: canonical keys beyond q, k, v and out that the originals always have.
+        named_only: whether other layouts have the same keys, so that it must be asked for by name.
+        gate_in_q: whether the rows of each head in q_proj are those of its query, then those of its gate.
+        shares_kv: whether there are no keys and values: they are another layer's.
+        asks: option -> why the weights do not tell it: it must be given to `load`.
     """
 
     name: str
@@ -141,6 +151,11 @@ class Layout:
     norm_eps: float = 1e-5
     ignored: frozenset[str] = frozenset()
     refused: Mapping[str, str] = field(default_factory=dict)
+    requires: tuple[str, ...] = ()
+    named_only: bool = False
+    gate_in_q: bool = False
+    shares_kv: bool = False
+    asks: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def has_norm(self) -> bool:
@@ -149,7 +164,9 @@ class Layout:
 
     def missing(self, keys: Collection[str]) -> list[str]:
         """The required keys of this layout that are absent."""
-        variants = [[self.keys.get(f"{stem}.weight") for stem in (*stems, "out_proj")] for stems in (("qkv",), _IN)]
+        inputs = (("qkv",), _IN[:1] if self.shares_kv else _IN)
+        extra = [self.keys[key] for key in self.requires if key in self.keys]
+        variants = [[*(self.keys.get(f"{stem}.weight") for stem in (*stems, "out_proj")), *extra] for stems in inputs]
         return min(([key for key in names if key and key not in keys] for names in variants if all(names)), key=len)
 
     def unknown(self, keys: Collection[str]) -> list[str]:
@@ -160,6 +177,10 @@ class Layout:
         """Whether all required keys are present, and a packed projection has more rows than out_proj has inputs."""
         if self.missing(tensors):
             return False
+        q, out = (tensors.get(self.keys.get(f"{stem}.weight", "")) for stem in ("q_proj", "out_proj"))
+        if q is not None and out is not None and "value head width" not in self.can:
+            with_gate = q.dim() == out.dim() == 2 and q.shape[0] == 2 * out.shape[1]
+            return with_gate == self.gate_in_q
         packed, out = (tensors.get(self.keys.get(f"{stem}.weight", "")) for stem in ("qkv", "out_proj"))
         if packed is None or out is None or packed.dim() != 2 or out.dim() != 2:
             return True
@@ -176,16 +197,30 @@ class Layout:
             if f"qkv.{kind}" in renamed:
                 split = self.packing.split(renamed.pop(f"qkv.{kind}"), num_heads, inner)
                 renamed |= {f"{stem}.{kind}": tensor for stem, tensor in zip(_IN, split, strict=True)}
+            if self.gate_in_q and f"q_proj.{kind}" in renamed:
+                packed = renamed[f"q_proj.{kind}"].unflatten(0, (num_heads, 2, -1))
+                for i, stem in enumerate(("q_proj", "gate_proj")):
+                    renamed[f"{stem}.{kind}"] = packed[:, i].flatten(0, 1)
         return renamed
 
     def from_canonical(self, tensors: Tensors, num_heads: int) -> Tensors:
         """Our tensors by their names; the reverse of `to_canonical`."""
         ours = dict(tensors)
+        for key in self.requires:
+            if key not in ours:
+                raise bad_value(
+                    f"export as {self.name!r}",
+                    expected=f"{key}, as {self.origin} always have it",
+                    received="none",
+                    remedy="export as 'separate', which has names for all weights",
+                )
         for kind in ("weight", "bias"):
             separate = [ours.get(f"{stem}.{kind}") for stem in _IN]
             if f"qkv.{kind}" in self.keys and len({t.shape[1:] for t in separate if t is not None}) == 1:
                 q, k, v = (ours.pop(f"{stem}.{kind}") for stem in _IN)
                 ours[f"qkv.{kind}"] = self.packing.join(q, k, v, num_heads)
+            if self.gate_in_q and f"q_proj.{kind}" in ours:
+                ours[f"q_proj.{kind}"] = self._with_gate(ours, kind, num_heads)
         if self.transposed:
             ours = {key: tensor.T if tensor.dim() == 2 else tensor for key, tensor in ours.items()}
         for key in ours:
@@ -197,3 +232,15 @@ class Layout:
                     remedy="export as 'separate', which has names for all weights",
                 )
         return {self.keys[key]: tensor.detach().clone().contiguous() for key, tensor in ours.items()}
+
+    def _with_gate(self, ours: Tensors, kind: str, num_heads: int) -> Tensor:
+        """The rows of q_proj with those of gate_proj, head by head; gate_proj is taken out."""
+        q, gate = ours[f"q_proj.{kind}"], ours.pop(f"gate_proj.{kind}", None)
+        if gate is None or gate.shape != q.shape:
+            raise bad_value(
+                f"export as {self.name!r}",
+                expected=f"gate_proj.{kind} of the shape of q_proj's, {shape_of(q)}",
+                received="none" if gate is None else shape_of(gate),
+                remedy="export as 'separate', which has names for all weights",
+            )
+        return torch.stack([rows.unflatten(0, (num_heads, -1)) for rows in (q, gate)], dim=1).flatten(0, 2)

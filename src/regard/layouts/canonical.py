@@ -5,20 +5,23 @@ Letters: H query heads, G kv heads, D head width of q and k, E head width of v, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_value, shape_of
-from regard.layer import AttentionBlock, MultiHeadAttention
+from regard.layer import AttentionBlock, Gate, MultiHeadAttention, Norm, ValueMix
+from regard.layer.norm import ZeroCentredRMSNorm, as_norm
 from regard.layouts.base import Layout, Tensors
 from regard.positions import Alibi, RelativeBias, Rotary
 
 __all__ = ["build", "build_block", "check_biases", "check_expressible", "divide", "relative_bias", "sizes", "take"]
 
 _STEMS = ("q_proj", "k_proj", "v_proj", "out_proj")
+_NOT_STORED = ("position_encoding.", "value_mix.")  # parts that the caller makes, where the weights do not have them
 
 
 def sizes(tensors: Tensors, num_heads: int, layout: Layout) -> dict[str, Any]:
@@ -33,10 +36,9 @@ def sizes(tensors: Tensors, num_heads: int, layout: Layout) -> dict[str, Any]:
                 remedy="check num_heads and layout",
             )
 
-    weights = [tensors[f"{stem}.weight"] for stem in _STEMS]
-    for stem, weight in zip(_STEMS, weights, strict=True):
-        if weight.dim() != 2:
-            raise bad_value(f"{stem}.weight", expected="shape (out, in)", received=shape_of(weight))
+    if layout.shares_kv:
+        return _sizes_without_keys(tensors, num_heads, check_shape)
+    weights = [_matrix(tensors, stem) for stem in _STEMS]
     (q_rows, query_dim), (k_rows, key_dim), (v_rows, value_dim), (embed_dim, _) = (tuple(w.shape) for w in weights)
     divide("num_heads", num_heads, q_rows, "rows of q")
     head_dim = q_rows // num_heads
@@ -52,8 +54,13 @@ def sizes(tensors: Tensors, num_heads: int, layout: Layout) -> dict[str, Any]:
     check_shape("out_proj.weight", embed_dim, num_heads * value_head_dim)
     for stem, weight in zip(_STEMS, weights, strict=True):
         check_shape(f"{stem}.bias", weight.shape[0])
-    for key in ("q_norm.weight", "k_norm.weight", "q_norm.bias", "k_norm.bias"):
-        check_shape(key, head_dim)
+    over_width = _norm_over(tensors, num_heads * head_dim, head_dim) == "width"
+    for key, rows in (("q_norm", q_rows), ("k_norm", k_rows), ("v_norm", v_rows)):
+        width = value_head_dim if key == "v_norm" else head_dim
+        for kind in ("weight", "bias"):
+            check_shape(f"{key}.{kind}", rows if over_width and key != "v_norm" else width)
+    if "gate_proj.weight" in tensors and tensors["gate_proj.weight"].shape[0] != num_heads:
+        check_shape("gate_proj.weight", num_heads * value_head_dim, query_dim)
     check_shape("sinks", num_heads)
     check_shape("norm.weight", embed_dim)
     check_shape("norm.bias", embed_dim)
@@ -69,6 +76,37 @@ def sizes(tensors: Tensors, num_heads: int, layout: Layout) -> dict[str, Any]:
     }
 
 
+def _matrix(tensors: Tensors, stem: str) -> Tensor:
+    weight = tensors[f"{stem}.weight"]
+    if weight.dim() != 2:
+        raise bad_value(f"{stem}.weight", expected="shape (out, in)", received=shape_of(weight))
+    return weight
+
+
+def _sizes_without_keys(tensors: Tensors, num_heads: int, check_shape: Callable[..., None]) -> dict[str, Any]:
+    """`sizes` of a layer that attends to another one's keys and values; the caller says how many heads these have."""
+    (rows, width), (embed_dim, columns) = (tuple(_matrix(tensors, stem).shape) for stem in ("q_proj", "out_proj"))
+    divide("num_heads", num_heads, rows, "rows of q")
+    divide("num_heads", num_heads, columns, "columns of out")
+    head_dim = rows // num_heads
+    check_shape("q_norm.weight", head_dim)
+    return {
+        "embed_dim": embed_dim,
+        "num_heads": num_heads,
+        "head_dim": head_dim,
+        "value_head_dim": columns // num_heads,
+        "query_dim": width,
+        "key_dim": width,
+        "shares_kv": True,
+    }
+
+
+def _norm_over(tensors: Tensors, width: int, head_dim: int) -> Literal["head", "width"]:
+    """Whether the norm of q is one of each head, or of all heads together."""
+    weight = tensors.get("q_norm.weight")
+    return "width" if weight is not None and tuple(weight.shape) == (width,) != (head_dim,) else "head"
+
+
 def divide(what: str, number: int, rows: int, of: str) -> None:
     """Raise if `number` does not divide the rows."""
     if not isinstance(number, int) or number < 1 or rows % number:
@@ -78,22 +116,49 @@ def divide(what: str, number: int, rows: int, of: str) -> None:
 def build(tensors: Tensors, size: Mapping[str, Any], options: Mapping[str, Any]) -> MultiHeadAttention:
     """A layer of these sizes that holds copies of these tensors, in their dtype and on their device."""
     options = dict(options)
-    norms = [key for key in ("q_norm.weight", "k_norm.weight") if key in tensors]
-    if norms:
-        options.setdefault("qk_norm", "layer" if "q_norm.bias" in tensors else "rms")
-    if len(norms) == 1 or bool(norms) != (options.get("qk_norm") is not None):
-        raise bad_value(
-            "qk_norm",
-            expected="weights of a norm of q and of k, or of neither",
-            received=f"qk_norm={options.get('qk_norm')!r} with {norms or 'no such keys'}",
-        )
+    options["qk_norm"] = _norm_option(tensors, size, options)
+    if "v_norm.weight" in tensors:
+        options.setdefault("v_norm", "layer" if "v_norm.bias" in tensors else "rms")
+    if "gate_proj.weight" in tensors or options.get("gate") is not None:
+        options["gate"] = _gate_option(tensors, size["num_heads"], options.get("gate"))
+    if "value_mix.weight" in tensors and "value_mix" not in options:
+        options["value_mix"] = ValueMix()
     with torch.device("meta"):  # no random initialisation, which would be overwritten
         layer = MultiHeadAttention(**size, sinks="sinks" in tensors, **options)
-    for stem in (*_STEMS, "q_norm", "k_norm"):
+    for stem in (*_STEMS, "q_norm", "k_norm", "v_norm"):
         if f"{stem}.bias" not in tensors and getattr(getattr(layer, stem), "bias", None) is not None:
             getattr(layer, stem).bias = None
     assign(layer, tensors)
     return layer
+
+
+def _norm_option(tensors: Tensors, size: Mapping[str, Any], options: Mapping[str, Any]) -> Norm | None:
+    """The norm of q and k: as the caller or the layout says, over what the shapes say."""
+    given = as_norm("qk_norm", options.get("qk_norm"))
+    expected = ["q_norm.weight"] if size.get("shares_kv") else ["q_norm.weight", "k_norm.weight"]
+    stored = [key for key in ("q_norm.weight", "k_norm.weight") if key in tensors]
+    if given is None and stored:
+        given = as_norm("qk_norm", "layer" if "q_norm.bias" in tensors else "rms")
+    wanted = [] if given is None or given.weight == "none" else expected
+    if stored != wanted:
+        raise bad_value(
+            "qk_norm",
+            expected="weights of a norm of q and of k, or of neither",
+            received=f"qk_norm={options.get('qk_norm')!r} with {stored or 'no such keys'}",
+        )
+    if given is None or not stored:
+        return given
+    return replace(given, over=_norm_over(tensors, size["num_heads"] * size["head_dim"], size["head_dim"]))
+
+
+def _gate_option(tensors: Tensors, num_heads: int, given: Gate | None) -> Gate:
+    """The gate: its activation as the caller says (a sigmoid by default), for what the shapes say."""
+    weight = tensors.get("gate_proj.weight")
+    if weight is None:
+        raise bad_value("gate", expected="None: the weights have no gate", received=repr(given))
+    gate = Gate() if given is None else given
+    per = "head" if weight.shape[0] == num_heads else "element"
+    return replace(gate, per=per, bias="gate_proj.bias" in tensors)
 
 
 def build_block(
@@ -112,7 +177,7 @@ def assign(module: nn.Module, tensors: Tensors) -> None:
     """Set the module's parameters to copies of the tensors."""
     copies = {key: tensor.detach().clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()}
     keys = module.load_state_dict(copies, strict=False, assign=True)
-    assert not keys.unexpected_keys and all(key.startswith("position_encoding.") for key in keys.missing_keys), keys
+    assert not keys.unexpected_keys and all(key.startswith(_NOT_STORED) for key in keys.missing_keys), keys
 
 
 def take(module: MultiHeadAttention | AttentionBlock) -> tuple[MultiHeadAttention, Tensors]:
@@ -185,8 +250,31 @@ def _features(layer: MultiHeadAttention, layout: Layout) -> dict[str, str]:
             f"scale={layer.scale or f'{head_dim} ** -0.5'}",
         ),
         "softcap": (layer.softcap is not None, f"softcap={layer.softcap}"),
+        **_features_of_parts(layer, layout),
     }
     return {feature: received for feature, (present, received) in features.items() if present}
+
+
+def _features_of_parts(layer: MultiHeadAttention, layout: Layout) -> dict[str, tuple[bool, str]]:
+    """The same of norms, gate and query scale: whether they are others than the layout's originals have."""
+    implied = as_norm("qk_norm", layout.options.get("qk_norm")) or Norm()
+    weight, gate = _weight_of(layer.q_norm), layer.gate
+    return {
+        "kind of q and k norm": (weight not in (None, implied.weight), f"qk_norm=Norm(weight={weight!r})"),
+        "v norm": ((layer.v_norm is None) != (layout.options.get("v_norm") is None), f"v_norm: {layer.v_norm}"),
+        "gate per head": (gate is not None and gate.per == "head", f"gate={gate}"),
+        "gate activation": (gate is not None and gate.activation != "sigmoid", f"gate={gate}"),
+        "query scale": (layer.query_scale is not None, f"query_scale={layer.query_scale}"),
+    }
+
+
+def _weight_of(norm: nn.Module | None) -> str | None:
+    """The `Norm.weight` that a norm was made with."""
+    if norm is None:
+        return None
+    if isinstance(norm, ZeroCentredRMSNorm):
+        return "zero-centred"
+    return "none" if next(norm.parameters(), None) is None else "plain"
 
 
 def relative_bias(weight: Tensor, num_heads: int, **options: Any) -> RelativeBias:

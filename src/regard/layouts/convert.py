@@ -17,12 +17,16 @@ from regard.layouts import (
     deepseek,
     diffllama,
     distilbert,
+    g_proj,
+    gemma,
     gpt2,
     llama,
+    llama4,
     meta_llama,
     nanogpt,
     neox,
     qkv_layer,
+    qwen3_next,
     separate,
     t5,
     timm,
@@ -45,7 +49,13 @@ LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
         separate.layout,
+        qwen3_next.layout,  # (before llama, whose names it has)
         llama.layout,
+        g_proj.layout,
+        gemma.layout,
+        gemma.gemma3n,
+        gemma.gemma3n_shared,
+        llama4.layout,
         meta_llama.layout,
         w_q.layout,
         w_qs.layout,
@@ -80,6 +90,7 @@ _FROM_SHAPES = frozenset(
         "bias",
         "out_bias",
         "sinks",
+        "shares_kv",
     }
 )
 
@@ -116,7 +127,8 @@ def load(
             for GGUF); they are converted to the order of `position_encoding`, which is halves by default.
         bidirectional, max_distance: of the relative position bias, if there is one (T5).
         layer_options: arguments that do not follow from weights: `position_encoding`, `dropout`, `scale`, `softcap`,
-            `kernel`, `qk_norm`; `lambda_init` of differential attention.
+            `kernel`, `qk_norm`, `v_norm`, `gate` (its activation), `query_scale`; `num_kv_heads` if the layer shares
+            another one's keys and values; `lambda_init` of differential attention.
 
     >>> import torch
     >>> theirs = torch.nn.MultiheadAttention(10, 2, batch_first=True)
@@ -226,7 +238,10 @@ def _read(
 ) -> tuple[Tensors, dict[str, Any], dict[str, Any]]:
     """The canonical tensors, and the sizes and options of their layer."""
     options = {**layout.options, **layer_options}
-    for option in _FROM_SHAPES & options.keys():
+    for option, why in layout.asks.items():
+        if option not in options:
+            raise bad_value(option, expected=f"an argument, for the weights do not tell: {why}", received="none")
+    for option in (_FROM_SHAPES - layout.asks.keys()) & options.keys():
         raise bad_value(
             option,
             expected="no argument: it is read from the shapes of the tensors",
@@ -251,7 +266,8 @@ def _read(
             tensors["position_encoding.weight"], num_heads, bidirectional=bidirectional, max_distance=max_distance
         )
     encoding = options.get("position_encoding")
-    tensors = _with_pairs(tensors, num_heads, size["num_kv_heads"], encoding, pairs or layout.pairs, None)
+    kv_heads = size.get("num_kv_heads", 1)  # (without keys there is nothing to convert)
+    tensors = _with_pairs(tensors, num_heads, kv_heads, encoding, pairs or layout.pairs, None)
     return tensors, size, options
 
 
@@ -314,7 +330,8 @@ def _select(state_dict: Mapping[str, Tensor], prefix: str, name: str) -> tuple[T
             received=repr(prefix),
             remedy=_nearest(prefix, _prefixes(state_dict)),
         )
-    candidates = list(LAYOUTS.values()) if name == "auto" else [_named(name)]
+    found = [layout for layout in LAYOUTS.values() if not layout.named_only]
+    candidates = found if name == "auto" else [_named(name)]
     matching = [layout for layout in candidates if layout.matches(tensors)]
     if not matching:
         raise _no_match(tensors, prefix, candidates)

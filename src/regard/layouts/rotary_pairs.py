@@ -61,7 +61,11 @@ def convert_pairs(
     tensors: dict[str, Tensor], heads: int, kv_heads: int, to: str, width: int | None = None
 ) -> dict[str, Tensor]:
     """As `rotary_pairs`, for the canonical tensors of a layer: q_proj, k_proj, q_norm and k_norm."""
-    stems = {"q_proj": heads, "k_proj": kv_heads, "q_norm": 1, "k_norm": 1}
+    stems = {"q_proj": heads, "k_proj": kv_heads}
+    head_dim = tensors["q_proj.weight"].shape[0] // heads
+    for stem in ("q_norm", "k_norm"):
+        if f"{stem}.weight" in tensors:
+            stems[stem] = tensors[f"{stem}.weight"].shape[0] // head_dim  # 1, or all heads where the norm is over them
     return {
         key: _permuted(tensor, stems[key.split(".")[0]], to, width) if key.split(".")[0] in stems else tensor
         for key, tensor in tensors.items()

@@ -6,7 +6,9 @@ layout = Layout(
     name="separate",
     origin="regard, Whisper, BART, OPT, CLIP",
     keys={
-        **{key: key for key in linear(q_proj="", k_proj="", v_proj="", out_proj="", q_norm="", k_norm="")},
+        **{key: key for key in linear(q_proj="", k_proj="", v_proj="", out_proj="", gate_proj="")},
+        **{key: key for key in linear(q_norm="", k_norm="", v_norm="")},
+        "value_mix.weight": "value_mix.weight",
         "sinks": "sinks",
         "position_encoding.weight": "position_encoding.weight",
     },

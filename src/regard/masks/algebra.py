@@ -26,6 +26,12 @@ class And(Mask):
     def part(self, tile: Tile, heads: slice, shift: int) -> Mask:
         return type(self)(self.left.part(tile, heads, shift), self.right.part(tile, heads, shift))
 
+    def grain(self) -> tuple[int, int] | None:
+        return self.left.grain() or self.right.grain()
+
+    def of_heads(self, heads: slice) -> Mask:
+        return type(self)(self.left.of_heads(heads), self.right.of_heads(heads))
+
     def sees_all(self, first: int, queries: int, keys: int) -> bool:
         return self.left.sees_all(first, queries, keys) and self.right.sees_all(first, queries, keys)
 
@@ -71,6 +77,12 @@ class Not(Mask):
 
     def part(self, tile: Tile, heads: slice, shift: int) -> Mask:
         return Not(self.inner.part(tile, heads, shift))
+
+    def grain(self) -> tuple[int, int] | None:
+        return self.inner.grain()
+
+    def of_heads(self, heads: slice) -> Mask:
+        return Not(self.inner.of_heads(heads))
 
     def survey(self, grid: Grid) -> Survey:
         inner = self.inner.survey(grid)

@@ -62,6 +62,14 @@ class Mask:
         visible = self.block(tile)
         return masks.Keep(visible[:, heads] if visible.shape[1] > 1 else visible)
 
+    def grain(self) -> tuple[int, int] | None:
+        """The queries and keys of a tile, where it hides whole tiles of one size; None where any size will do."""
+        return None
+
+    def of_heads(self, heads: slice) -> Mask:
+        """A mask that surveys the same for some heads alone, where it can be had for nothing; else itself."""
+        return self
+
     def sees_all(self, first: int, queries: int, keys: int) -> bool:
         """Whether it is known to hide nothing from queries at `first`, `first` + 1, ... of keys at 0, 1, ..."""
         return False

@@ -45,6 +45,9 @@ class Keep(Mask):
         part = part[:, :, tile.rows] if part.shape[2] > 1 else part
         return type(self)(part[..., tile.cols] if part.shape[3] > 1 else part)
 
+    def of_heads(self, heads: slice) -> Mask:
+        return type(self)(self.tensor[:, heads]) if self.tensor.shape[1] > 1 else self
+
     def survey(self, grid: Grid) -> Survey:
         seen = self.tensor.to(torch.uint8)
         low, high = seen.amin(1), seen.amax(1)  # over heads: (B|1, N|1, M|1)

@@ -14,6 +14,7 @@ from torch import Tensor
 from regard.masks.algebra import And, Or
 from regard.masks.base import Mask
 from regard.masks.causal import Causal, Prefix, Window
+from regard.masks.chunk import Chunk
 from regard.masks.padding import Documents, Padding
 from regard.masks.tiles import Tile
 
@@ -52,8 +53,8 @@ def key_runs(mask: Mask | None, tile: Tile) -> Runs | None:
     """Of each query of the whole plane the slot of the first key that it sees, and the slot after the last: (1|B, N)
     each, equal where it sees nothing. None if keys between them are hidden from some query.
 
-    `Causal`, `Window`, `Prefix`, `Padding`, `Documents` and what `&` and `|` make of them are told without looking at a
-    pair; other masks are evaluated, some rows at a time. A mask must be the same for all heads.
+    `Causal`, `Window`, `Prefix`, `Chunk`, `Padding`, `Documents` and what `&` and `|` make of them are told without
+    looking at a pair; other masks are evaluated, some rows at a time. A mask must be the same for all heads.
 
     >>> from regard.masks.tiles import whole
     >>> [x.tolist() for x in key_runs(Causal() & Window(2), whole(3, 3))]
@@ -115,7 +116,7 @@ def _told(mask: Mask | None, tile: Tile, slots: KeySlots) -> Runs | None:
         if left is None or right is None:
             return None
         return _both(left, right) if kind is And else _either(left, right)
-    if kind in (Causal, Window, Prefix) and not slots.rising:
+    if kind in (Causal, Window, Prefix, Chunk) and not slots.rising:
         return None
     if kind is Causal:
         return zero, slots.before(queries + 1)
@@ -124,6 +125,9 @@ def _told(mask: Mask | None, tile: Tile, slots: KeySlots) -> Runs | None:
     if isinstance(mask, Prefix) and kind is Prefix:
         n = mask.n[:, None] if isinstance(mask.n, Tensor) else zero + mask.n
         return zero, slots.before(n.to(zero.device))
+    if isinstance(mask, Chunk) and kind is Chunk:
+        first = mask.numbers(queries) * mask.size + mask.start
+        return slots.before(first), slots.before(first + mask.size)
     if isinstance(mask, Padding) and kind is Padding:
         if mask.lengths is not None:
             return zero, mask.lengths.clamp(0, keys)[:, None]

@@ -26,6 +26,7 @@ class Tile(NamedTuple):
     k_positions: Tensor  # (B|1, m)
     items: int = 0  # batch items and query heads, where they are known; else 0
     heads: int = 0
+    keys: int = 0  # M, of the whole plane
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -36,7 +37,7 @@ class Tile(NamedTuple):
     def at(q_positions: Tensor, k_positions: Tensor) -> Tile:
         """The plane of queries at (B|1, n) and keys at (B|1, m)."""
         n, m = q_positions.shape[1], k_positions.shape[1]
-        return Tile(n, slice(None), slice(0, n), slice(0, m), q_positions, k_positions)
+        return Tile(n, slice(None), slice(0, n), slice(0, m), q_positions, k_positions, keys=m)
 
 
 class Survey(NamedTuple):
@@ -114,4 +115,4 @@ def whole(
     q_positions, k_positions = (
         p.to(torch.int64).view(1, -1) if p.dim() == 1 else p.to(torch.int64) for p in (positions, key_positions)
     )
-    return Tile(queries, slice(None), slice(0, queries), slice(0, keys), q_positions, k_positions)
+    return Tile(queries, slice(None), slice(0, queries), slice(0, keys), q_positions, k_positions, keys=keys)

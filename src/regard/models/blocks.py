@@ -126,7 +126,8 @@ class Block(nn.Module):
         super().__init__()
         self.order = config.order
         config = replace(config, scale=config.scale_of(layer))
-        self.attention = MultiHeadAttention.from_config(config, position_encoding=rotary)
+        encoding = rotary if config.has_positions(layer) else None
+        self.attention = MultiHeadAttention.from_config(config, position_encoding=encoding)
         for norm in (self.attention.q_norm, self.attention.k_norm):
             if norm is not None:
                 norm.eps = config.norm_eps  # type: ignore[assignment]
@@ -145,7 +146,7 @@ class Block(nn.Module):
 
 def read_together(module: nn.Module) -> list[tuple[nn.Module, ...]]:
     """The projections of a module that have the same input, and so can be computed as one product."""
-    if isinstance(module, MultiHeadAttention):
+    if isinstance(module, MultiHeadAttention) and not module.shares_kv:
         return [(module.q_proj, module.k_proj, module.v_proj)]
     if isinstance(module, FeedForward) and module.gate is not None:
         return [(module.gate, module.up)]

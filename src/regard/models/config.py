@@ -35,6 +35,7 @@ class ModelConfig(Configuration):
         token_types: rows of the token type embedding; 0 for none.
         windows: the sliding window of each layer, in tokens, the query included; None for no window.
         scales: the scale of each layer, if they differ.
+        placed: whether each layer has the position encoding, if some have none (SmolLM3).
         tied: whether the head's weight is the token embedding's.
         bos, eos, pad: token ids; generation ends at any of `eos`.
         pooling: how `Encoder.embed` pools token vectors: "mean" or "cls"; `normalised`: whether to length 1.
@@ -56,6 +57,7 @@ class ModelConfig(Configuration):
     token_types: int = 0
     windows: tuple[int | None, ...] | None = None
     scales: tuple[float, ...] | None = None
+    placed: tuple[bool, ...] | None = None
     tied: bool = False
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -88,7 +90,7 @@ class ModelConfig(Configuration):
                 expected=f"a total width of all heads of at most {WIDTH}",
                 received=f"{self.num_heads} heads of width {self.head_dim}",
             )
-        for what in ("windows", "scales"):
+        for what in ("windows", "scales", "placed"):
             if (given := getattr(self, what)) is not None and len(given) != self.layers:
                 raise bad_value(what, expected=f"one for each of {self.layers} layers", received=len(given))
         for what, allowed in _choices().items():
@@ -110,6 +112,10 @@ class ModelConfig(Configuration):
     def scale_of(self, layer: int) -> float | None:
         """The scale of a layer's scores; None for D ** -0.5."""
         return self.scale if self.scales is None else self.scales[layer]
+
+    def has_positions(self, layer: int) -> bool:
+        """Whether a layer has the position encoding."""
+        return self.placed is None or self.placed[layer]
 
 
 @cache

@@ -22,6 +22,7 @@ __all__ = [
     "gpt2_scales",
     "inner_default",
     "key",
+    "layers_without_positions",
     "roberta_context",
     "rotary",
     "special_tokens",
@@ -198,7 +199,9 @@ def windows(settings: Settings, fields: Fields) -> Fields:
     """The sliding window of each layer, in tokens; no field if there is none."""
     layers = fields["layers"]
     qwen = fields["family"] in ("qwen2", "qwen3")  # they have switches: whether a window is used, and from which layer
-    if settings.get("sliding_window") is None or not key("use_sliding_window", default=not qwen).read(settings, flag):
+    switched = qwen or fields["family"] == "smollm3"
+    switch = key("use_sliding_window", default=not switched)
+    if settings.get("sliding_window") is None or not switch.read(settings, flag):
         return {}
     window = key("sliding_window").read(settings, integer)
     if settings.get("layer_types") is not None:
@@ -218,8 +221,25 @@ def windows(settings: Settings, fields: Fields) -> Fields:
                     remedy=WATCH,
                 )
         return {"windows": tuple(window if kind == "sliding_attention" else None for kind in kinds)}
+    if fields["family"] == "smollm3":  # layers without positions have the window
+        return {"windows": tuple(None if placed else window for placed in fields["placed"])}
     first = key("max_window_layers", default=28).read(settings, partial(integer, least=0)) if qwen else 0
     return {"windows": tuple(window if i >= first else None for i in range(layers))}
+
+
+def layers_without_positions(settings: Settings, fields: Fields) -> Fields:
+    """Which layers have rotary positions: `no_rope_layers` has 1 for those that do, 0 for those that do not; without it
+    each `no_rope_layer_interval`-th does not."""
+    layers, given = fields["layers"], settings.get("no_rope_layers")
+    if given is None:
+        every = key("no_rope_layer_interval", default=4).read(settings, integer)
+        return {"placed": tuple((i + 1) % every != 0 for i in range(layers))}
+    uses = several("config.json: no_rope_layers", given, partial(integer, least=0, most=1))
+    if len(uses) != layers:
+        raise bad_value(
+            "config.json: no_rope_layers", expected=f"one for each of {layers} layers", received=f"{len(uses)} numbers"
+        )
+    return {"placed": tuple(map(bool, uses))}
 
 
 def gpt2_scales(settings: Settings, fields: Fields) -> Fields:

@@ -97,21 +97,30 @@ class Decoder(TextModel):
             states[:] = [state[0] for state in states] if text.single else states
         return x[0] if text.single else x
 
-    def new_cache(self, window: int | None = None, *, keep_first: int = 4, capacity: int = 0) -> Cache:
+    def new_cache(
+        self, window: int | None = None, *, keep_first: int = 4, capacity: int = 0, dtype: str | None = None
+    ) -> Cache:
         """A new cache for one text or batch, a list with one cache per layer.
 
         Args:
             window: how many tokens to keep besides the first `keep_first`, in a `RollingCache`, with which a text may
                 be endless. By default a `KVCache`, which keeps all.
             capacity: tokens to allocate memory for; a `KVCache` grows beyond that.
+            dtype: "int8" stores keys and values in about half the bytes of bfloat16 (`KVCache`).
         """
         if window is None:
-            return [KVCache(capacity) for _ in self.blocks]
+            return [KVCache(capacity, dtype=dtype) for _ in self.blocks]
         if self.embedding.places is not None:
             raise bad_value(
                 "window",
                 expected="None: this model has learned positions, and a text cannot continue past the last one",
                 received=window,
+            )
+        if dtype is not None:
+            raise bad_value(
+                "dtype",
+                expected="None with a window: a RollingCache rotates its keys anew in each call",
+                received=repr(dtype),
             )
         return [RollingCache(window, keep_first) for _ in self.blocks]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from reprlib import repr as short
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from regard.models.config_json import (
     gpt2_scales,
     inner_default,
     key,
+    layers_without_positions,
     roberta_context,
     rotary,
     special_tokens,
@@ -305,6 +306,17 @@ def _llama(name: str, **fixed: Any) -> Family:
     )
 
 
+_SMOLLM3 = replace(
+    _llama("smollm3"),
+    fields=_LLAMA_FIELDS
+    | {"num_kv_heads": key("num_key_value_heads", default=4), "tied": key("tie_word_embeddings", default=True)},
+    derived=(
+        layers_without_positions,
+        lambda settings, fields: rotary({"rope_theta": 2e6, **settings}, fields),
+        windows,
+    ),
+)
+
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
@@ -317,6 +329,7 @@ FAMILIES: dict[str, Family] = {
         _llama("mistral", bias=False),
         _llama("qwen2", bias=True, out_bias=False),
         _llama("qwen3", qk_norm="rms"),
+        _SMOLLM3,
     )
 }
 _ALIASES = {"xlm-roberta": "roberta", "camembert": "roberta"}

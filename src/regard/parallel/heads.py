@@ -30,7 +30,7 @@ from regard.parallel.alltoall import heads_of, kv_heads_of
 from regard.parallel.collectives import Ranks, digest, fingerprint
 from regard.parallel.sharded_layer import ShardedTextModel, install, sharding_of
 from regard.parallel.token_layout import SequenceSharding
-from regard.positions import RelativeBias
+from regard.positions import MultiAxisRotary, RelativeBias
 
 __all__ = ["shard_heads"]
 
@@ -118,7 +118,17 @@ def settings_of(layers: dict[str, MultiHeadAttention]) -> list[tuple[str, str]]:
 
 
 def check_both(name: str, layer: MultiHeadAttention, heads: Ranks | None, sequence: SequenceSharding | None) -> None:
-    """Raise where a layer cannot have both its heads and its sequence sharded so."""
+    """Raise where a layer cannot have its heads, its sequence or both sharded so."""
+    for what, present in (
+        ("shares_kv", layer.shares_kv),
+        ("value_mix", layer.value_mix is not None),
+        ("MultiAxisRotary", isinstance(layer.position_encoding, MultiAxisRotary)),
+        ("query_scale", layer.query_scale is not None and sequence is not None),
+    ):
+        if present:
+            raise bad_value(
+                name, expected=f"a layer without {what}, which cannot be sharded", received=f"one with {what}"
+            )
     here = layer.num_heads
     if heads is not None:
         here //= heads.size
@@ -156,7 +166,15 @@ def _check(
                 remedy="fewer ranks, or parallel.shard_sequence",
             )
         check_both(name, layer, ranks, sharding.sequence)
-        _check_linears(name, {part: getattr(layer, part) for part in ("q_proj", "k_proj", "v_proj", "out_proj")})
+        for norm in (layer.q_norm, layer.k_norm):
+            if getattr(norm, "normalized_shape", (layer.head_dim,)) != (layer.head_dim,):
+                raise bad_value(
+                    f"{name}: qk_norm",
+                    expected="a norm of each head: heads that are sharded have no norm over all of them",
+                    received='Norm(over="width")',
+                    remedy="parallel.shard_sequence",
+                )
+        _check_linears(name, _linears(layer))
     for name, part in parts.items():
         linears = {key: linear for key in ("gate", "up", "down") if (linear := getattr(part, key)) is not None}
         _check_linears(name, linears)
@@ -169,9 +187,15 @@ def _check(
             )
 
 
+def _linears(layer: MultiHeadAttention) -> dict[str, nn.Module]:
+    """The projections of a layer, by name."""
+    names = ("q_proj", "k_proj", "v_proj", "out_proj", "gate_proj")
+    return {name: linear for name in names if (linear := getattr(layer, name)) is not None}
+
+
 def _check_owners(module: nn.Module, layers: dict[str, MultiHeadAttention], parts: dict[str, FeedForward]) -> None:
     """Raise where a weight to be sharded belongs to two modules: it would be sharded twice, or no longer be shared."""
-    linears = [getattr(layer, part) for layer in layers.values() for part in ("q_proj", "k_proj", "v_proj", "out_proj")]
+    linears = [linear for layer in layers.values() for linear in _linears(layer).values()]
     linears += [linear for part in parts.values() for linear in (part.gate, part.up, part.down) if linear is not None]
     owners: dict[Tensor, set[nn.Module]] = {}
     for child in module.modules():
@@ -213,8 +237,10 @@ def _plan(layer: MultiHeadAttention, ranks: Ranks) -> dict[str, ParallelStyle]:
     own = heads_of(heads, size)[ranks.rank]
     for name, width in (("k_proj", layer.head_dim), ("v_proj", layer.value_head_dim)):
         plan[name] = ColwiseParallel() if groups % size == 0 else _SomeHeads(kv_heads_of(own, heads, groups), width)
-    for name in ("q_norm", "k_norm"):
-        if getattr(layer, name) is not None:
+    if layer.gate_proj is not None:
+        plan["gate_proj"] = ColwiseParallel()
+    for name in ("q_norm", "k_norm", "v_norm"):
+        if (norm := getattr(layer, name)) is not None and any(True for _ in norm.parameters()):
             plan[name] = _OnHeads()
     return plan
 

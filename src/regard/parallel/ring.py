@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from regard import kernels
 from regard.kernels import Call, Kernel, blockwise, fused
+from regard.kernels.merging import shares
 from regard.kernels.operators import new_output
 from regard.parallel.collectives import Ranks
 from regard.parallel.global_call import GlobalCall
@@ -244,22 +245,16 @@ def _forward(plan: Plan, q: Tensor, owns: list[Tensor]) -> tuple[Tensor, Tensor]
                 for pair in part.block_pairs(q, block, owner):
                     _merge(total[pair.own], lse[pair.own], *choose(plan.kernel, pair.call).forward(pair.call))
     if call.sinks is not None:  # once, where all keys have been seen
-        sinks = call.sinks[:, :, None].to(dtype)
-        with_sinks = torch.logaddexp(lse, sinks)
-        total.mul_((lse - with_sinks).exp_().nan_to_num_(0.0)[..., None])  # (neither a key nor a sink: 0)
-        lse = with_sinks
+        (of_keys, _), lse = shares([lse, call.sinks[:, :, None].to(dtype).expand_as(lse)])
+        total.mul_(of_keys[..., None])
     return (total if total is out else out.copy_(total)), lse
 
 
 def _merge(total: Tensor, lse: Tensor, out: Tensor, more: Tensor) -> None:
     """Into the output and log-sum-exp of the keys so far, those of more keys."""
-    top = torch.maximum(lse, more)
-    top.masked_fill_(top.isneginf(), 0.0)  # neither has seen a key: exp(-inf - 0) is 0
-    old, new = (lse - top).exp_(), (more - top).exp_()
-    both = old + new
-    lse.copy_(both.log() + top)
-    both.masked_fill_(both == 0, 1.0)
-    total.mul_((old / both)[..., None]).add_(out * (new / both)[..., None])
+    (old, new), both = shares([lse, more])
+    lse.copy_(both)
+    total.mul_(old[..., None]).add_(out * new[..., None])
 
 
 def _backward(

@@ -69,7 +69,7 @@ class ShardedAttention(MultiHeadAttention):
             options = self._options(slots, mask, bias)
             out = attend_sharded(q, k, v, call=call, dropout=dropout, kernel=self.kernel, **options)
             weights = call.weights(q, k, **options) if need_weights else None
-            out = call.wait(self._merge(out))
+            out = call.wait(self._merge(out, query))
         return out if weights is None else (out, weights)
 
 

@@ -3,7 +3,7 @@
 A bias object never becomes a dense (H, N, M) tensor: a kernel asks for the block of a `masks.Tile`, as it asks masks,
 and in the backward pass hands the gradient of that block to `block_gradient`, which sums it into the gradient of the
 one tensor that the object learns, `weight`. To add one: subclass `Bias` and write `block(tile)`, or write an
-`nn.Module` with `as_bias()` that returns one.
+`nn.Module` with `as_bias()` that returns one. A function of the scores themselves is a `ScoreMod` (`score_mod.py`).
 
 Letters: B batch, H query heads, N queries, M keys, K buckets; n, m the sides of one tile, c its batch items.
 """
@@ -42,13 +42,14 @@ class Bias:
     by_distance: ClassVar[bool] = False  # whether it depends on nothing but the distance of key and query
     is_dense: ClassVar[bool] = False  # whether `weight` has the axes of the scores, (1|B, 1|H, 1|N, 1|M)
     on_device: ClassVar[bool] = False  # whether `weight` must be on the device of the queries
+    changes_scores: ClassVar[bool] = False  # whether it is a function of the scores, a `ScoreMod`
     weight: Tensor
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         Bias.kinds[cls.__name__] = cls
         if cls.__module__ != __name__ and "block" in vars(cls):  # a user's own: kernels rely on the shapes it gives
-            cls.block = checked(cls.block, _check_block)
+            cls.block = checked(cls.block, cls.check_answer)
 
     def block(self, tile: Tile) -> Tensor:
         """What to add to the scores of the tile: floating point, four axes that broadcast to (B, H, n, m)."""
@@ -57,6 +58,18 @@ class Bias:
     def block_gradient(self, gradient: Tensor, tile: Tile, into: Tensor) -> None:
         """Add to `into` (the gradient of `weight`) what the gradient (B, H, n, m) of one block gives it."""
         raise NotImplementedError(f"{type(self).__name__} has no gradient")
+
+    def check_answer(self, block: object, tile: Tile, *_: Any) -> None:
+        """Raise where the `block` that a user's own class gave is wrong."""
+        what = f"{type(self).__name__}.block"
+        if not isinstance(block, Tensor) or not block.is_floating_point():
+            received = f"dtype {block.dtype}" if isinstance(block, Tensor) else type(block).__name__
+            raise bad_type(what, expected="a floating-point tensor, added to the scores", received=received)
+        batch = max(x.shape[0] for x in (tile.q_positions, tile.k_positions, self.weight))
+        check_axes(what, block, ("B", "H", "n", "m"), (batch, self.weight.shape[-1], *tile.shape))
+        device = tile.q_positions.device
+        if block.device != device:
+            raise bad_value(what, expected=f"device {device}, as the positions'", received=block.device)
 
     @property
     def per_head(self) -> bool:
@@ -79,15 +92,24 @@ class Bias:
 
     def part(self, tile: Tile, heads: _Heads = _ALL) -> Bias:
         """The same bias with the weight that a tile and some heads need."""
-        return self.with_weight(_cut(self, self.weight, tile, heads))
+        return self.with_weight(self.cut(self.weight, tile, heads))
+
+    def cut(self, weight: Tensor, tile: Tile, heads: _Heads = _ALL) -> Tensor:
+        """The part of `weight`, or of its gradient, that belongs to a tile and some heads: a view."""
+        weight = weight if weight.shape[0] == 1 else weight[tile.batch]
+        return weight[self.where(heads, tile.rows, tile.cols)]
 
     def evaluate(self, tile: Tile, heads: slice = _ALL) -> Tensor:
         """The block of a tile for some heads: broadcasts to (c, h, n, m)."""
         return self.part(tile, heads).block(tile)
 
+    def apply_to(self, scores: Tensor, tile: Tile, heads: slice = _ALL) -> Tensor:
+        """The scores (c, h, n, m) of a tile with it."""
+        return scores + self.evaluate(tile, heads)
+
     def add_gradient(self, gradient: Tensor, tile: Tile, into: Tensor, heads: slice = _ALL) -> None:
         """Add to `into` (the gradient of the whole `weight`) what the gradient (c, h, n, m) of a tile gives it."""
-        self.part(tile, heads).block_gradient(gradient, tile, _cut(self, into, tile, heads))
+        self.part(tile, heads).block_gradient(gradient, tile, self.cut(into, tile, heads))
 
     def with_weight(self, weight: Tensor) -> Bias:
         """The same bias with another weight, such as that of some batch items."""
@@ -101,24 +123,6 @@ class Bias:
             raise bad_value(
                 f"bias {type(self).__name__}", expected=f"{heads} heads", received=f"{self.weight.shape[-1]}"
             )
-
-
-def _cut(bias: Bias, weight: Tensor, tile: Tile, heads: _Heads) -> Tensor:
-    """The part of a bias's weight, or of its gradient, that belongs to a tile and some heads: a view."""
-    weight = weight if weight.shape[0] == 1 else weight[tile.batch]
-    return weight[bias.where(heads, tile.rows, tile.cols)]
-
-
-def _check_block(bias: Bias, block: object, tile: Tile) -> None:
-    what = f"{type(bias).__name__}.block"
-    if not isinstance(block, Tensor) or not block.is_floating_point():
-        received = f"dtype {block.dtype}" if isinstance(block, Tensor) else type(block).__name__
-        raise bad_type(what, expected="a floating-point tensor, added to the scores", received=received)
-    batch = max(x.shape[0] for x in (tile.q_positions, tile.k_positions, bias.weight))
-    check_axes(what, block, ("B", "H", "n", "m"), (batch, bias.weight.shape[-1], *tile.shape))
-    device = tile.q_positions.device
-    if block.device != device:
-        raise bad_value(what, expected=f"device {device}, as the positions'", received=block.device)
 
 
 class DenseBias(Bias):
@@ -153,10 +157,10 @@ class DenseBias(Bias):
         weight, (n, m) = self.weight, tile.shape
         if tile.batch == _ALL and heads == _ALL and weight.shape[2] in (1, n) and weight.shape[3] in (1, m):
             return weight  # the tile is all of it
-        return _cut(self, weight, tile, heads)
+        return self.cut(weight, tile, heads)
 
     def add_gradient(self, gradient: Tensor, tile: Tile, into: Tensor, heads: slice = _ALL) -> None:
-        into = _cut(self, into, tile, heads)
+        into = self.cut(into, tile, heads)
         axes = [i for i, size in enumerate(into.shape) if size == 1 and gradient.shape[i] != 1]
         into.add_(gradient.sum(axes, keepdim=True) if axes else gradient)
 
@@ -252,6 +256,13 @@ class Saturated(Bias):
     fields = ("weight", "inner", "sinks", "last")
 
     def __init__(self, inner: Bias, sinks: int, last: int) -> None:
+        if inner.changes_scores:
+            raise bad_value(
+                f"bias {type(inner).__name__}",
+                expected="something that is added to the scores, with a cache that keeps the first tokens",
+                received="a function of the scores",
+                remedy="a cache that grows (KVCache)",
+            )
         self.weight, self.inner, self.sinks, self.last = inner.weight, inner, sinks, last
 
     def with_weight(self, weight: Tensor) -> Bias:

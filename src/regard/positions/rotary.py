@@ -232,7 +232,7 @@ class Rotary(nn.Module):
             )
         dtype = _working_dtype(x)
         if isinstance(positions, Tensor):
-            check_positions("positions", positions, x.shape[0], x.shape[-2])
+            self._check_positions(positions, x.shape[0], x.shape[-2])
             cos, sin = self._cos_sin(positions.to(x.device), length, dtype)
         elif isinstance(positions, (int, torch.SymInt)) and not isinstance(positions, bool):
             cos, sin = self._cos_sin_from(positions, x, length, dtype)
@@ -285,6 +285,9 @@ class Rotary(nn.Module):
     def __getstate__(self) -> dict:
         # Copies and pickles make their own tables: these are on this process's devices, and quickly made.
         return {**self.__dict__, "_tables": {}, "_frequencies": {}}
+
+    def _check_positions(self, positions: object, batch: int, tokens: int) -> None:
+        check_positions("positions", positions, batch, tokens)
 
     def _cos_sin(self, positions: Tensor, length: int | Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = self.angles(positions, length, dtype=dtype)

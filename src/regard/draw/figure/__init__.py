@@ -88,9 +88,9 @@ def figure(
     >>> [(image.get_label(), image.get_array().shape) for image in drawn.axes[0].images]
     [('0.0', (4, 4)), ('0.1', (4, 4))]
     """
-    _need_matplotlib()
-    suffix = None if path is None else _suffix(path)
-    _check_numbers(width=width, dpi=dpi)
+    need_matplotlib()
+    suffix = None if path is None else suffix_of(path)
+    check_numbers(width=width, dpi=dpi)
     if isinstance(seen, Patching):
         _check_alone(kind=kind != "heads", layer=layer is not None, head=head is not None, item=item != 0)
         drawn = draw_patching(seen, tokens, width, dpi, Fonts())
@@ -116,20 +116,20 @@ def _check_alone(**given: bool) -> None:
         raise bad_value(name, expected="none, for a result of patching is drawn as a whole", received="one")
 
 
-def _check_numbers(**numbers: float | None) -> None:
+def check_numbers(**numbers: float | None) -> None:
     for name, number in numbers.items():
         if number is not None and not (isinstance(number, (int, float)) and 0 < number < math.inf):
             raise bad_value(name, expected="a number above 0", received=repr(number))
 
 
-def _need_matplotlib() -> None:
+def need_matplotlib() -> None:
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         raise missing_extra("matplotlib", "draw") from None
 
 
-def _suffix(path: str | PathLike[str]) -> str:
+def suffix_of(path: str | PathLike[str]) -> str:
     if not isinstance(path, (str, PathLike)):
         raise bad_type("path", expected="the path of a file", received=type(path).__name__)
     suffix = Path(fspath(path)).suffix.lower()

@@ -34,6 +34,7 @@ SCRIPTS = (
     "links",
     "glossary",
     "effects",
+    "over_image",
     "view_story",
     "view_model",
     "view_head",
@@ -125,6 +126,10 @@ def _title(scene: Scene) -> str:
         return f"{len(scene)} layers, {len(labels)} tokens"
     specials = {word for word, special in zip(labels.word, labels.special, strict=True) if special}
     words = [word for number, word in enumerate(labels.words) if number not in specials]
+    grid = scene.record.image and scene.record.image.grids.get(scene[-1].name)
+    if grid:  # its patches as one word
+        patches, first = set(grid.labels()[grid.first :]), "r0c0"
+        words = ["(image)" if word == first else word for word in words if word == first or word not in patches]
     return " ".join(words[:12]) + (" …" if len(words) > 12 else "")
 
 

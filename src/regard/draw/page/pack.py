@@ -19,6 +19,7 @@ from torch import Tensor
 
 from regard.draw.page.changes import changes
 from regard.draw.page.flow import flow, output_width, score_numbers, vector_numbers
+from regard.draw.page.image_content import MOST, grid_content, image_content
 from regard.draw.page.numbers import Blob, round_to, rounded
 from regard.draw.page.scores import has_mask_or_bias
 from regard.draw.page.story_content import story_content
@@ -113,7 +114,8 @@ def _description_bytes(scenes: list[Scene]) -> int:
     tokens = sum(
         len(text.encode("utf-8", "replace")) + 12 for labels in texts.values() for text in _text(labels)["tokens"]
     )
-    return tokens + 450 * sum(panel.heads for scene in scenes for panel in scene)
+    pictures = sum(4 * MOST // 3 for scene in scenes if scene.record.image is not None)
+    return tokens + pictures + 450 * sum(panel.heads for scene in scenes for panel in scene)
 
 
 @dataclass
@@ -136,7 +138,7 @@ def packed(
         layers = []
         for panel in scene:
             blob = Blob()
-            meta = _layer(panel, how, blob)
+            meta = _layer(panel, how, blob) | grid_content(panel, scene)
             for which, labels in (("queries", panel.queries), ("keys", panel.keys)):
                 if not any(labels is text for text in texts):
                     texts.append(labels)
@@ -147,7 +149,7 @@ def packed(
             layers.append(meta)
             if progress is not None:
                 progress(share * (number + len(layers) / len(scene)) / len(scenes))
-        run = {"name": name, "texts": [_text(labels) for labels in texts], "layers": layers}
+        run = {"name": name, "texts": [_text(labels) for labels in texts], "layers": layers} | image_content(scene)
         result.meta["runs"].append(run | story_content(scene))
     if len(scenes) > 1:
         result.meta["changes"] = changes(list(scenes.values()), part_of(progress, share, 1.0))

@@ -16,6 +16,7 @@ from regard.draw.page.numbers import Blob, round_to
 from regard.draw.scene import Panel
 from regard.heads.record.cuts import cut
 from regard.kernels import Call
+from regard.kernels.reference import scores as exact_scores
 
 __all__ = ["has_mask_or_bias", "scores"]
 
@@ -75,7 +76,10 @@ def _visible_and_bias(panel: Panel) -> tuple[Tensor, Tensor | None]:
         seen = torch.ones(1, 1, 1, 1, dtype=torch.bool) if call.mask is None else call.mask.block(tile).cpu()
         if bias is not None:
             added = torch.zeros(1, 1, 1, 1)
-            for part in call.biases:
+            if call.changes_scores:  # shown as what it comes to
+                shown = replace(call, mask=None)
+                added = (exact_scores(shown, "biased") - exact_scores(shown, "capped")).float().cpu()
+            for part in () if call.changes_scores else call.biases:
                 added = added + part.evaluate(tile).float().cpu()
             seen = seen & ~added.isneginf()
             bias[:, rows, columns] = added[0].expand(block)

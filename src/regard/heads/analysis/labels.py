@@ -13,6 +13,7 @@ __all__ = ["Labels"]
 
 _VISIBLE = str.maketrans({"\n": "⏎", "\r": "␍", "\t": "⇥", "\0": "␀"})
 _JOINERS = "\u200c\u200d"  # within words, and within joined emoji
+_PATCH = re.compile(r"r\d+c\d+")  # a patch of an image, by its place
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how sentencepiece spells bytes
 
 
@@ -100,6 +101,8 @@ def _in_bytes(token: str) -> bool:
 
 def _begins(token: str, before: str, marks: str) -> bool:
     """Whether a token begins a word, given the token before it."""
+    if _PATCH.fullmatch(token) or _PATCH.fullmatch(before):
+        return True
     if marks == "##":
         return not token.startswith("##")
     if marks == "</w>":

@@ -107,10 +107,11 @@ def tokens_of(record: Record, tokens: Any) -> dict[str, list[list[str]] | None]:
 
 def first_of_target(record: Record) -> int:
     """The index of the first layer of a decoder with cross attention: the self attention before the first cross
-    attention."""
+    attention; without cross attention, of the first layer that is none of `record.source_layers`."""
     kinds = [layer.kind for layer in record]
     if "cross" not in kinds:
-        return len(kinds)
+        others = (i for i, layer in enumerate(record) if layer.name not in record.source_layers)
+        return next(others, len(kinds)) if record.source_layers else len(kinds)
     first = kinds.index("cross")
     return first - 1 if first and kinds[first - 1] == "self" else first
 

@@ -157,7 +157,7 @@ def _varlen_attn(capture: AttentionCapture, frame: Frame, func: Any, args: Args,
     return result
 
 
-def _attend(capture: AttentionCapture, frame: Frame, func: Any, args: Args, kwargs: Kwargs) -> Tensor:
+def _attend(capture: AttentionCapture, frame: Frame, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`regard.attend` hands over the call itself, where it runs: see `kernels/run.py`."""
     with observed_by(AttendObserver(capture, frame, capture.streams.of(args[0]))):
         return func(*args, **kwargs)
@@ -175,7 +175,8 @@ class AttendObserver:
         frame = self.frame or self.capture.frames.current()
         if frame is None or self.capture.inside_attention:
             return compute()
-        one_pass = kernel == "auto" and call.dropout is None and self.capture.may_compute(*call.learned())
+        plain = call.dropout is None and not call.needs_lse
+        one_pass = kernel == "auto" and plain and self.capture.may_compute(*call.learned())
         out = None if one_pass else compute()
         attention = self.capture.describe(frame, call.shape, self.stream, call=call)
         if call.dropout is not None:

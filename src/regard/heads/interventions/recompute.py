@@ -116,6 +116,8 @@ def _check(attention: ObservedCall) -> None:
     learns = torch.is_grad_enabled() and call is not None and any(x.requires_grad for x in (call.q, call.k))
     if learns and call is not None and any(isinstance(bias, FlexBias) for bias in call.biases):
         unsure, remedy = "a score_mod of flex_attention, with gradients", "torch.no_grad()"
+    if call is not None and call.needs_lse:  # which would be that of the unchanged weights
+        unsure, remedy = "a part of attention, of which the log-sum-exp is used (return_lse=True)", ""
     if unsure:
         raise bad_value(
             attention.layer,

@@ -42,6 +42,9 @@ class Record:
         self.unseen: dict[str, str] = {}  # layers whose attention could not be read, with the reason
         self.tokens: Any = None  # a list; a list for each item of a batch ("" for padding); or a pair (source, target)
         self.model: Callable[[], Any] = _no_model  # a weak reference; `roles` asks for its tokenizer
+        # Layers that read the first of a pair of tokens, where no cross attention tells: those of an image encoder.
+        self.source_layers: tuple[str, ...] = ()
+        self.image: Any = None  # the picture that `look` showed the model, and where its patches are (`draw.images`)
         self.treebank: Any = None  # a CoNLL-U file, or sentences of one: where it has the text, stories know its syntax
         self.rerun: Any = None  # what `draw.effects` needs to run the model again, if `look` ran it
         self.generated: Any = None  # text that the model generated for `look`, or a list of texts for a batch
@@ -146,6 +149,7 @@ class Record:
         part = Record()
         part.by_name = {name: self.by_name[name] for name in layers}
         part.tokens, part.model = self.tokens, self.model
+        part.source_layers, part.image = self.source_layers, self.image
         return part
 
     def drop_values(self) -> None:

@@ -52,6 +52,8 @@ def save(record: Record, path: str | PathLike[str]) -> None:
         about["unseen"] = record.unseen
     if record.tokens is not None:
         about |= {"tokens": record.tokens, "pair": isinstance(record.tokens, tuple)}
+    if record.source_layers:
+        about["source_layers"] = list(record.source_layers)
     safetensors.torch.save_file(tensors, str(path), metadata={"regard.record": json.dumps(about)})
 
 
@@ -85,6 +87,10 @@ def load(path: str | PathLike[str]) -> Record:
             if not isinstance(unseen, dict):
                 raise bad_type("unseen", expected="an object", received=short(unseen))
             record.unseen = {name: word(f"unseen[{short(name)}]", why) for name, why in unseen.items()}
+            source = about.get("source_layers", [])
+            if not isinstance(source, list):
+                raise bad_type("source_layers", expected="a list of names", received=short(source))
+            record.source_layers = tuple(word("source_layers", name) for name in source)
             record.tokens = _tokens(about.get("tokens"), flag("pair", about.get("pair", False)))
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}") from error

@@ -28,7 +28,8 @@ from regard.kernels import Call, measured_plans
 from regard.kernels.precision import fixed_precision
 from regard.kernels.run import run_measured
 from regard.kernels.run import weights as exact_weights
-from regard.masks import Causal, Documents, Keep, Padding, Prefix, Window
+from regard.masks import Blocks, Causal, Documents, Keep, Padding, Prefix, Tree, Window
+from regard.masks import Chunk as ChunkMask
 from regard.measures import Measure, Measurements, MeasureRun, Plane, Strip, TopLinks
 
 __all__ = [
@@ -197,7 +198,7 @@ def _padding_masks(attention: ObservedCall) -> Iterator[Tensor]:
         yield attention.weights != 0
         return
     for part in call.mask_parts:
-        if isinstance(part, (Causal, Window, Prefix, Documents)):
+        if isinstance(part, (Causal, Window, Prefix, ChunkMask, Documents, Blocks, Tree)):
             continue  # what they hide depends on where tokens stand
         if not isinstance(part, (Padding, Keep)) and math.prod((call.shape[0], *call.shape[2:])) > DENSE:
             continue

@@ -26,9 +26,9 @@ def uniform_measurements(attention: ObservedCall, measures: list[Measure], plane
     what is known of the call.
 
     In closed form where each query sees one run of keys: without a mask, and with `Causal`, `Window`, `Prefix`,
-    `Padding`, `Documents`, boolean tensors and what `&` and `|` make of them, as far as no key between two visible ones
-    is hidden. All else is measured of weights that are built: masks with gaps, positions that fall from slot to slot,
-    measures that are not of this package.
+    `Chunk`, `Padding`, `Documents`, boolean tensors and what `&` and `|` make of them, as far as no key between two
+    visible ones is hidden. All else is measured of weights that are built: masks with gaps, positions that fall from
+    slot to slot, measures that are not of this package.
     """
     runs = _runs(attention)
     plane = replace(plane, heads=1, values=None, out_weight=None)

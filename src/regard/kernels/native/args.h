@@ -21,10 +21,21 @@ enum regard_dtype : int32_t { REGARD_FLOAT32 = 0, REGARD_BFLOAT16 = 1, REGARD_FL
 
 enum regard_status : int32_t {
     REGARD_OK = 0,
-    REGARD_BAD_SIZE = 1,     // `size` is not sizeof(struct) of this library
-    REGARD_BAD_SHAPE = 2,    // negative size, width above 256, heads not a multiple of groups; backward: no out or lse
+    REGARD_BAD_SIZE = 1,   // `size` is not sizeof(struct) of this library
+    REGARD_BAD_SHAPE = 2,  // negative size, width above REGARD_WIDEST, heads not a multiple of groups, segments that do
+                           // not fit; backward: no out or lse, segments
     REGARD_NO_SUCH_ISA = 3,  // the CPU does not have the instruction set
     REGARD_NO_MEMORY = 4,
+};
+
+enum { REGARD_WIDEST = 1024 };  // numbers of a head
+
+// Some of the keys and values of a call, that lie in another place than those before them.
+struct regard_segment {
+    const void *k, *v;               // (B, G, keys, D), (B, G, keys, E), of the dtype of the call or int8
+    const float *k_scale, *v_scale;  // (B, G, keys): k and v are int8, and a row is to be multiplied by its scale
+    int64_t keys;
+    int64_t k_stride[3], v_stride[3], k_scale_stride[3], v_scale_stride[3];
 };
 
 struct regard_args {
@@ -61,6 +72,9 @@ struct regard_args {
     int64_t drop_rows_stride[3], drop_cols_stride[2];
     int32_t drop_threshold;  // a weight is kept iff its hash is at least this
     float drop_kept;         // factor of kept weights
+
+    const regard_segment *segments;  // keys and values, in the place of k and v; all int8, or none; or null
+    int64_t segment_count;
 
     // Statistics of the weights before dropout, all contiguous, each null if not wanted.
     float *entropy, *peak;     // (B, H, N)

@@ -13,6 +13,7 @@
 
 #include "forward.h"
 #include "numbers.h"
+#include "segments.h"
 #include "team.h"
 
 namespace REGARD_NAMESPACE {
@@ -120,19 +121,19 @@ inline void over_tiles(int64_t first, int64_t last, Function f) {
     if constexpr (size > 1) over_tiles<size / 2>(first, last, f);
 }
 
-// The queries of one kv head and their running softmax. Query n is row n % N of query head n / N of the group.
-template <class T>
+// The queries of one kv head and their running softmax. Query n is row n % N of query head n / N of the group. Queries
+// are of type T, keys and values of type K. The scales of int8 multiply scores and weights, not the numbers themselves.
+template <class T, class K>
 class Reading {
     const regard_args &a;
     const int64_t item, group, count, q_row, o_row;
-    const T *k, *v;
     float *q, *s, *o, *rows;
     int64_t low[MOST], high[MOST];
     float top[MOST], base[MOST], shrink[MOST];
     F total[MOST];
 
     // Whether q and k are multiplied as bfloat16 pairs: their width is a multiple of whole vectors.
-    static constexpr bool CAN_PAIR = PAIRS && std::is_same_v<T, BFloat16>;
+    static constexpr bool CAN_PAIR = PAIRS && std::is_same_v<K, BFloat16>;
     bool paired() const { return CAN_PAIR && a.width % (2 * W) == 0; }
     int64_t head_of(int64_t n) const { return group * (a.heads / a.groups) + n / a.queries; }
 
@@ -140,8 +141,6 @@ class Reading {
     Reading(const regard_args &a, int64_t item, int64_t group, Scratch &scratch, float *o)
         : a(a), item(item), group(group), count(a.queries * (a.heads / a.groups)), q_row(padded(a.width)),
           o_row(padded(a.value_width)), o(o) {
-        k = (const T *)a.k + item * a.k_stride[0] + group * a.k_stride[1];
-        v = (const T *)a.v + item * a.v_stride[0] + group * a.v_stride[1];
         const int64_t more = RUN * std::max(q_row, o_row);
         scratch.reserve((size_t)(count * (q_row + RUN) + more) * sizeof(float) + 3 * 64);
         q = scratch.take<float>((size_t)(count * q_row));
@@ -162,21 +161,33 @@ class Reading {
         const float factor = exponent_of(a);
         std::memset(o, 0, (size_t)(count * o_row) * sizeof(float));
         for (int64_t n = 0; n < count; n++) top[n] = -__builtin_inff(), base[n] = 0.0f, total[n] = F{};
-        for (int64_t j = from; j < to; j += RUN) {
-            const int64_t keys = std::min(RUN, to - j);
-            prefetch(v + j * a.v_stride[2], a.v_stride[2], a.value_width, keys);
-            if constexpr (CAN_PAIR) paired() ? score((const T *)q, j, keys) : score(q, j, keys);
-            else score(q, j, keys);
-            for (int64_t n = 0; n < count; n++) {
-                if (transformed) transform(n, j, keys);
-                hide(n, j, keys);
-                soften(n, keys, factor);
-                if (a.drop_rows) drop(n, j, keys);
+        over_stretches<K>(a, item, group, from, to, [&](const Stretch<K> &held) {
+            const int64_t end = std::min(to, held.last);
+            for (int64_t j = std::max(from, held.first), keys; j < end; j += keys) {
+                keys = std::min(RUN, end - j);
+                prefetch(held.value(j), held.v_stride, a.value_width, keys);
+                if constexpr (CAN_PAIR) paired() ? score(held, (const T *)q, j, keys) : score(held, q, j, keys);
+                else score(held, q, j, keys);
+                alignas(64) float key_scales[RUN], value_scales[RUN];
+                if constexpr (SCALED) {
+                    for (int64_t i = 0; i < keys; i++) {
+                        key_scales[i] = held.key_scale(j + i), value_scales[i] = held.value_scale(j + i);
+                    }
+                    for (int64_t i = keys; i < padded(keys); i++) key_scales[i] = value_scales[i] = 0.0f;
+                }
+                for (int64_t n = 0; n < count; n++) {
+                    if constexpr (SCALED) multiply(n, key_scales, keys);
+                    if (transformed) transform(n, j, keys);
+                    hide(n, j, keys);
+                    soften(n, keys, factor);
+                    if (a.drop_rows) drop(n, j, keys);
+                    if constexpr (SCALED) multiply(n, value_scales, keys);
+                }
+                prefetch(held.key(j + keys), held.k_stride, a.width, end - j - keys);
+                if (a.out) careful ? add_carefully(held, j, keys) : add(held, j, keys);
             }
-            prefetch(k + (j + keys) * a.k_stride[2], a.k_stride[2], a.width, to - j - keys);
-            if (a.out) careful ? add_carefully(j, keys) : add(j, keys);
-        }
-        if (std::is_same_v<T, BFloat16> && !careful && a.value_width % W == 0) in_order();
+        });
+        if (std::is_same_v<K, BFloat16> && !careful && a.value_width % W == 0) in_order();
     }
 
     bool finite() const {
@@ -195,32 +206,37 @@ class Reading {
     }
 
   private:
+    static constexpr bool SCALED = std::is_same_v<K, Int8>;
+    void multiply(int64_t n, const float *by, int64_t keys) {
+        float *row = s + n * RUN;
+        for (int64_t j = 0; j < keys; j += W) store(row + j, load(row + j) * load(by + j));
+    }
+
     // f(rows, stride), with rows padded if needed.
     template <class Function>
-    void with_whole_vectors(const T *from, int64_t stride, int64_t count, int64_t width, Function f) {
+    void with_whole_vectors(const K *from, int64_t stride, int64_t count, int64_t width, Function f) {
         if (width % W == 0) return f(from, stride);
         pad(from, stride, count, width, rows);
         f((const float *)rows, padded(width));
     }
 
     // Prefetches the beginning of the next rows; the hardware prefetches the rest.
-    static void prefetch(const T *rows, int64_t stride, int64_t width, int64_t count) {
-        const int64_t line = 64 / (int64_t)sizeof(T);
+    static void prefetch(const K *rows, int64_t stride, int64_t width, int64_t count) {
+        const int64_t line = 64 / (int64_t)sizeof(K);
         count = std::min(count, AHEAD / width);
         for (int64_t j = 0; j < count; j++)
             for (int64_t x = 0; x < width; x += line) __builtin_prefetch(rows + j * stride + x, 0, 2);
     }
 
     template <class Q>
-    void score(const Q *q, int64_t first, int64_t keys) {
+    void score(const Stretch<K> &held, const Q *q, int64_t first, int64_t keys) {
         for (int64_t j = 0; j < keys; j += W) {
             const int64_t some = std::min<int64_t>(W, keys - j);
-            with_whole_vectors(k + (first + j) * a.k_stride[2], a.k_stride[2], some, a.width,
-                               [&](const auto *key, int64_t stride) {
-                                   over_tiles<(W > 4 ? 4 : 2)>(0, count, [&](int64_t n, auto qt) {
-                                       meet<qt.value>(key, stride, some, q + n * q_row, q_row, s + n * RUN + j);
-                                   });
-                               });
+            with_whole_vectors(held.key(first + j), held.k_stride, some, a.width, [&](const auto *key, int64_t stride) {
+                over_tiles<(W > 4 ? 4 : 2)>(0, count, [&](int64_t n, auto qt) {
+                    meet<qt.value>(key, stride, some, q + n * q_row, q_row, s + n * RUN + j);
+                });
+            });
         }
     }
 
@@ -290,9 +306,9 @@ class Reading {
     }
 
     // o = o * shrink + p v
-    void add(int64_t first, int64_t keys) {
+    void add(const Stretch<K> &held, int64_t first, int64_t keys) {
         with_whole_vectors(
-            v + first * a.v_stride[2], a.v_stride[2], keys, a.value_width, [&](const auto *value, int64_t stride) {
+            held.value(first), held.v_stride, keys, a.value_width, [&](const auto *value, int64_t stride) {
                 over_tiles<2>(0, count, [&](int64_t n, auto qt) {
                     constexpr int QT = qt.value, ET = std::min(REGISTERS / 2 / QT, 8);
                     over_tiles<ET>(0, o_row / W, [&](int64_t x, auto et) {
@@ -324,12 +340,12 @@ class Reading {
     }
 
     // `add` if v has NaN or inf: only visible pairs, since 0 * NaN of a hidden one must not count.
-    void add_carefully(int64_t first, int64_t keys) {
+    void add_carefully(const Stretch<K> &held, int64_t first, int64_t keys) {
         for (int64_t n = 0; n < count; n++) {
             for (int64_t e = 0; e < a.value_width; e++) {
                 float sum = o[n * o_row + e] * shrink[n];
                 for (int64_t j = 0; j < keys; j++) {
-                    if (sees(n, first + j)) sum += s[n * RUN + j] * widened(v[(first + j) * a.v_stride[2] + e]);
+                    if (sees(n, first + j)) sum += s[n * RUN + j] * widened(held.value(first + j)[e]);
                 }
                 o[n * o_row + e] = sum;
             }
@@ -361,7 +377,8 @@ void join(const Pieces &pieces, int64_t head, int64_t n) {
         base = any ? std::max<double>(base, pieces.maxima(p)[n]) : pieces.maxima(p)[n];
         any = true;
     }
-    alignas(64) float sum[256 + W];  // (as much of it as is read is set: all of it would take longer than a small call)
+    alignas(64) float
+        sum[REGARD_WIDEST + W];  // (as much of it as is read is set: all of it would take longer than a small call)
     for (int64_t e = 0; e < pieces.row; e += W) store(sum + e, F{});
     for (int64_t p = head * pieces.count; p < (head + 1) * pieces.count; p++) {
         // (A piece of weight 0 adds 0, or NaN if a value is NaN.)
@@ -380,6 +397,27 @@ void join(const Pieces &pieces, int64_t head, int64_t n) {
     if (e < a.value_width) store_some(out + e, load(sum + e) * scale, a.value_width - e);
 }
 
+// The keys visible to some query of a batch item.
+inline std::pair<int64_t, int64_t> seen_by_some(const regard_args &a, int64_t item) {
+    int64_t first = a.keys, last = 0;
+    for (int64_t row = 0; row < a.queries; row++) {
+        const auto [low, high] = range_of(a, item, row);
+        first = std::min(first, low);
+        last = std::max(last, high);
+    }
+    return {std::min(first, last), last};
+}
+
+// How many they are, at most.
+inline int64_t longest_seen(const regard_args &a) {
+    int64_t longest = 0;
+    for (int64_t item = 0; item < a.batch; item++) {
+        const auto [first, last] = seen_by_some(a, item);
+        longest = std::max(longest, last - first);
+    }
+    return longest;
+}
+
 // Whether this path is faster. The other one computes at least COLUMN lanes per head, even if fewer are needed; with
 // many keys that no heads share it is limited by memory as well.
 inline bool few(const regard_args &a) {
@@ -390,25 +428,11 @@ inline bool few(const regard_args &a) {
 thread_local Scratch reading;
 
 // `memory`: scratch of the calling thread.
-template <class T>
+template <class T, class K>
 void decode(const regard_args &a, Scratch &memory) {
     const int64_t heads = a.batch * a.groups, queries = a.queries * (a.heads / a.groups);
     if (heads * queries == 0) return;
-    // The keys visible to some query of a batch item.
-    const auto seen = [&](int64_t item) {
-        int64_t first = a.keys, last = 0;
-        for (int64_t row = 0; row < a.queries; row++) {
-            const auto [low, high] = range_of(a, item, row);
-            first = std::min(first, low);
-            last = std::max(last, high);
-        }
-        return std::make_pair(std::min(first, last), last);
-    };
-    int64_t longest = 0;
-    for (int64_t item = 0; item < a.batch; item++) {
-        const auto [first, last] = seen(item);
-        longest = std::max(longest, last - first);
-    }
+    const int64_t longest = longest_seen(a);
     // Pieces, and so the results, depend only on the shapes and the number of threads, not on the scheduling.
     const int64_t wanted = a.threads > 1 ? (4 * a.threads + heads - 1) / heads : 1;
     const int64_t count = std::max<int64_t>(1, std::min(wanted, longest / SHORTEST));
@@ -418,7 +442,7 @@ void decode(const regard_args &a, Scratch &memory) {
     pieces.memory = memory.take<float>(floats);
     int32_t *left = memory.take<int32_t>((size_t)heads);  // pieces of a head that are not done
     std::fill(left, left + heads, (int32_t)count);
-    const int64_t bytes = heads * longest * (a.width + a.value_width) * (int64_t)sizeof(T);
+    const int64_t bytes = heads * longest * (a.width + a.value_width) * (int64_t)sizeof(K);
     const int threads = (int)std::min<int64_t>({a.threads, heads * count, 1 + bytes / (64 << 10)});
     std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
@@ -427,10 +451,10 @@ void decode(const regard_args &a, Scratch &memory) {
         try {
             for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < heads * count;) {
                 const int64_t head = i / count, part = i % count, item = head / a.groups;
-                const auto [first, last] = seen(item);
+                const auto [first, last] = seen_by_some(a, item);
                 const int64_t from = first + (last - first) * part / count;
                 const int64_t to = first + (last - first) * (part + 1) / count;
-                Reading<T> piece(a, item, head % a.groups, reading, pieces.output(i));
+                Reading<T, K> piece(a, item, head % a.groups, reading, pieces.output(i));
                 piece.read(from, to, false);
                 if (any_mask(a) && !piece.finite())
                     piece.read(from, to, true);  // maybe from 0 * NaN of a hidden key: rare

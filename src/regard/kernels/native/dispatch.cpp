@@ -41,17 +41,30 @@ Build build_of(int32_t isa) {
     return {isa == REGARD_PORTABLE, regard_portable::attention, regard_portable::backward};
 }
 
+// Whether the segments make up all keys.
+bool good_segments(const regard_args &a) {
+    if (!a.segments) return true;
+    int64_t keys = 0;
+    for (int64_t i = 0; i < a.segment_count; i++) {
+        const regard_segment &x = a.segments[i], &first = a.segments[0];
+        if (x.keys < 0 || !x.k_scale != !first.k_scale || !x.v_scale != !first.k_scale) return false;
+        keys += x.keys;
+    }
+    return a.segment_count > 0 && keys == a.keys;
+}
+
 bool good_shape(const regard_args &a) {
     if (a.batch < 0 || a.heads < 0 || a.queries < 0 || a.keys < 0 || a.keys > INT32_MAX / 2) return false;
     if (a.queries > INT32_MAX / 2 || a.groups <= 0 || a.heads % a.groups || a.threads < 1) return false;
     if (a.dtype < REGARD_FLOAT32 || a.dtype > REGARD_FLOAT16) return false;
-    return a.width >= 1 && a.width <= 256 && a.value_width >= 1 && a.value_width <= 256;
+    if (!good_segments(a)) return false;
+    return a.width >= 1 && a.width <= REGARD_WIDEST && a.value_width >= 1 && a.value_width <= REGARD_WIDEST;
 }
 
 // Whether everything is given that the backward pass needs. (It supports float32 only.)
 bool complete(const regard_args &a, const regard_gradients &g) {
     const bool nothing = a.batch * a.heads * a.queries == 0;
-    return a.dtype == REGARD_FLOAT32 && (nothing || (a.out && a.lse && g.d_out));
+    return a.dtype == REGARD_FLOAT32 && !a.segments && (nothing || (a.out && a.lse && g.d_out));
 }
 
 // The same call with fewer threads if there is little to do: waking a thread takes microseconds.

@@ -1,6 +1,6 @@
 // Compiled once per instruction set, each time in another namespace.
 #include "backward_schedule.h"
-#include "decode.h"
+#include "decode_in_lanes.h"
 #include "prepare.h"
 
 namespace REGARD_NAMESPACE {
@@ -15,7 +15,10 @@ struct KeepLittle {
 
 void attention(const regard_args &a) {
     const KeepLittle after;
-    if (few(a) && !looks(a)) return with_dtype(a.dtype, [&](auto number) { decode<decltype(number)>(a, packed); });
+    if (fills_lanes(a) && !looks(a))
+        return with_dtypes(a, [&](auto q, auto k) { decode_in_lanes<decltype(q), decltype(k)>(a, packed); });
+    if (few(a) && !looks(a))
+        return with_dtypes(a, [&](auto q, auto k) { decode<decltype(q), decltype(k)>(a, packed); });
     prepare(a, [](const regard_args &b, auto number) {
         const Work work(b);
         looks(b) ? looking<decltype(number)>(work) : plain<decltype(number)>(work);

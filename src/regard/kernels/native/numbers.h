@@ -13,6 +13,11 @@ struct Float16 {
     uint16_t bits;
 };
 
+// An integer from -127 to 127, which has its scale elsewhere.
+struct Int8 {
+    int8_t value;
+};
+
 typedef uint16_t H __attribute__((vector_size(W * 2)));
 
 inline F widen(H x, BFloat16) { return (F)(__builtin_convertvector(x, U) << 16); }
@@ -60,6 +65,19 @@ template <class T>
 inline void store(T *p, F x) {
     const H y = narrow(x, T{});
     std::memcpy(p, &y, sizeof y);
+}
+
+inline F load(const Int8 *p) {
+#if defined(__AVX512F__)
+    return (F)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif defined(__AVX2__)
+    return (F)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
+    typedef int8_t Bytes __attribute__((vector_size(W)));
+    Bytes x;
+    std::memcpy(&x, p, sizeof x);
+    return __builtin_convertvector(__builtin_convertvector(x, I), F);
+#endif
 }
 
 // Loads the first `count` numbers, fewer than W; the rest is 0 and not read.

@@ -2,16 +2,9 @@
 // them. They are copied once; queries are converted when a block is transposed to lanes.
 #pragma once
 #include "schedule.h"
+#include "segments.h"
 
 namespace REGARD_NAMESPACE {
-
-inline void copy_row(const float *from, int64_t width, float *to) { std::memcpy(to, from, (size_t)width * sizeof *to); }
-template <class T>
-void copy_row(const T *from, int64_t width, float *to) {
-    int64_t x = 0;
-    for (; x + W <= width; x += W) store(to + x, load(from + x));
-    for (; x < width; x++) to[x] = widened(from[x]);
-}
 
 // Interleaves two rows to pairs; `second` may be null for 0.
 inline void pair_rows(const BFloat16 *first, const BFloat16 *second, int64_t width, Pair *to) {
@@ -64,9 +57,42 @@ void in_pairs(const regard_args &a, Function run) {
     run(b, Pair{});
 }
 
+// Puts the segments side by side.
+template <class Function>
+void in_one_place(const regard_args &a, Function run) {
+    regard_args b = a;
+    b.segments = nullptr;
+    packed.reserve(key_rows(a) * (size_t)(a.width + a.value_width) * sizeof(float) + 128);
+    float *k = packed.take<float>(key_rows(a) * (size_t)a.width);
+    float *v = packed.take<float>(key_rows(a) * (size_t)a.value_width);
+    const auto copy = [&](auto number) {
+        using K = decltype(number);
+        in_team(a.threads, [&] {
+#pragma omp for schedule(static)
+            for (int64_t head = 0; head < a.batch * a.groups; head++) {
+                over_stretches<K>(a, head / a.groups, head % a.groups, 0, a.keys, [&](const Stretch<K> &from) {
+                    for (int64_t j = from.first; j < from.last; j++) {
+                        const int64_t row = head * a.keys + j;
+                        copy_row(from.key(j), a.width, k + row * a.width, from.key_scale(j));
+                        copy_row(from.value(j), a.value_width, v + row * a.value_width, from.value_scale(j));
+                    }
+                });
+            }
+        });
+    };
+    is_int8(a) ? copy(Int8{}) : with_dtype(a.dtype, copy);
+    const auto dense = [&](int64_t (&stride)[3], int64_t width) {
+        stride[0] = a.groups * a.keys * width, stride[1] = a.keys * width, stride[2] = width;
+    };
+    dense(b.k_stride, a.width), dense(b.v_stride, a.value_width);
+    b.k = k, b.v = v;
+    run(b, float{});
+}
+
 // run(call, T{}) with a call whose k and v are of type T, with strides in T.
 template <class Function>
 void prepare(const regard_args &a, Function run) {
+    if (a.segments) return in_one_place(a, run);
     if constexpr (PAIRS)
         if (a.dtype == REGARD_BFLOAT16) return in_pairs(a, run);
     in_floats(a, run);

@@ -42,6 +42,8 @@ def why_not(call: Call) -> str | None:
         return f"there are more than {MOST} queries or keys, which it counts in 32 bits"
     if call.q.shape[3] > WIDEST or call.v.shape[3] > WIDEST:
         return f"heads are wider than {WIDEST}"
+    if call.changes_scores:
+        return "it adds to scores, and cannot change them by a function (positions.ScoreMod)"
     if (call.mask is not None or call.biases) and call.derive(pairs_to_evaluate) > tuning.DENSE_LIMIT:
         return "it would need the mask or the bias as a dense tensor, a large one"
     if call.mask is not None and _may_leak(call):

@@ -30,6 +30,7 @@ class Run {
     this.story = meta.story || null;
     this.effects = meta.effects || null;
     this.causal = Boolean(meta.causal);
+    this.image = meta.image || null;
   }
 
   // The layer and head to begin with: the first of the story.

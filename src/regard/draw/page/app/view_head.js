@@ -21,6 +21,7 @@ class HeadView {
       onpick: (unit) =>
         state.set(unit < 0 ? { q: -1, k: -1 } : { q: this.app.layer.pooled ? unit : this.map.picture.rows[unit][0] }),
     });
+    this.over = new OverImage();
     this.readout = element("output", { class: "readout", id: "readout", "aria-live": "polite" });
   }
 
@@ -47,6 +48,9 @@ class HeadView {
       specials: Boolean(state.specials),
       aside: Boolean(state.aside),
     });
+    const overImage = OverImage.fits(layer);
+    if (overImage) await this.over.show(layer, head, state.scale);
+    if (app.view !== this || app.layer !== layer || app.head !== head) return;
     const controls = this.controls(layer, words);
     this.legend = legend(picture.top, state.scale, false, scaleNote(picture));
     const parts = element(
@@ -60,7 +64,7 @@ class HeadView {
         layer.pooled ? this.pooled(layer, head, picture) : null,
         picture.aside ? this.without(layer, picture) : null,
       ),
-      element("div", {}, element("h3", {}, "Links"), this.links.node),
+      element("div", {}, overImage ? this.over.node : null, element("h3", {}, "Links"), this.links.node),
     );
     fill(
       this.node,
@@ -278,6 +282,7 @@ class HeadView {
   showReadout(cell) {
     const { layer } = this.map.picture;
     const out = this.readout;
+    if (this.over.layer === layer) this.over.mark(cell ? cell.query[0] : this.app.state.q);
     if (!cell) {
       fill(out, "Point at a cell.");
       out.classList.add("note");

@@ -55,6 +55,20 @@ class Streaming(ProbeResult):
         """The heads whose change is below a threshold, as (layer, head), the lowest first."""
         return [(row["layer"], row["head"]) for row in self.table() if row["change"] < threshold]
 
+    def kv_heads(self, count: int, threshold: float = 0.1) -> dict[str, list[int]]:
+        """For each layer with `count` kv heads the streaming ones: those of which all query heads change by less than a
+        threshold. They may forget what is outside of sinks and window (`regard.HeadCache`)."""
+        found = {}
+        for layer, change in self.scores.items():
+            whole_number("count", count, at_least=1)
+            if change.shape[0] % count:
+                raise bad_value(
+                    "count", expected=f"a divisor of the {change.shape[0]} heads of {layer}", received=count
+                )
+            most = change.unflatten(0, (count, -1)).amax(1)  # (G,); a head without a score is not below
+            found[layer] = (most < threshold).nonzero()[:, 0].tolist()
+        return found
+
     def caption(self) -> str:
         """The limit, and the number of texts."""
         return f"change by {self.sinks} sinks and a window of {self.window}: mean over {len(self.runs)} texts"

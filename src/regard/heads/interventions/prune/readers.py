@@ -18,7 +18,7 @@ from regard.heads.module_names import (
     is_conv1d,
     separate_projections,
 )
-from regard.layer import MultiHeadAttention
+from regard.layer import Gate, MultiHeadAttention
 from regard.layouts.swap import SwappedAttention
 from regard.positions import Alibi, RelativeBias, Rotary
 
@@ -50,11 +50,15 @@ def read_attention(name: str, module: nn.Module) -> AttentionSizes:
 
 def _read_layer(name: str, module: nn.Module, layer: MultiHeadAttention) -> AttentionSizes:
     d, e = layer.head_dim, layer.value_head_dim
+    if layer.shares_kv:
+        raise bad_value(name, expected="keys and values of its own", received="another layer's (shares_kv=True)")
     attention = AttentionSizes(name, module, layer, d, {"query": layer.num_heads, "kv": layer.num_kv_heads})
     attention.add_rows(layer.q_proj, ("query", d))
     attention.add_rows(layer.k_proj, ("kv", d))
     attention.add_rows(layer.v_proj, ("kv", e))
     attention.add_columns(layer.out_proj, ("query", e))
+    if isinstance(layer.gate, Gate):
+        attention.add_rows(layer.gate_proj, ("query", e if layer.gate.per == "element" else 1))
     attention.add_parameter("sinks", 0, ("query", 1))
     attention.add_numbers(("num_heads",), ("query", 1))
     attention.add_numbers(("num_kv_heads",), ("kv", 1))

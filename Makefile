@@ -124,7 +124,7 @@ sanitize: $(VENV)/.installed-test
 	  $(RUN) -m pytest -q tests/kernels/test_native.py tests/kernels/test_native_decode.py $(ARGS)
 
 docs: $(VENV)/.installed-docs
-	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 # The wheel is built from the sdist, so that both are known to build. Its tag names the oldest glibc that the native
 # kernel needs (setup.py). OpenMP is not in it: torch brings it.

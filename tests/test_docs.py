@@ -116,7 +116,7 @@ def test_what_the_site_changes_in_a_page() -> None:
     reason="mkdocs-material and mkdocstrings, which build the site, are not installed (the extra docs)",
 )
 def test_the_site_builds_and_asks_nobody(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     pages = list((tmp_path / "site").rglob("*.html"))

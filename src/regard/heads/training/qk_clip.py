@@ -61,7 +61,22 @@ def qk_clip(model: nn.Module, tau: float = 100.0, seen: Record | Sample | None =
         seen = seen.record
     if not isinstance(seen, Record):
         raise bad_type("seen", expected="a record, or a sample of a monitor", received=type(seen).__name__)
-    names = {name or type(model).__name__: module for name, module in attention_modules(model).items()}
+    modules = {name or type(model).__name__: module for name, module in attention_modules(model).items()}
+    factors = _factors(seen, tau)
+    found: dict[str, AttentionSizes] = {}
+    for name, _ in factors:  # all are checked before any is changed
+        if name not in modules:
+            raise bad_value("model", expected=f"the one that was seen, with {name}", received="one without")
+        found[name] = read_attention(name, modules[name])
+        _check_no_norm(found[name])
+    for (name, head), factor in factors.items():
+        _scale(found[name], head, factor)
+    return factors
+
+
+def _factors(seen: Record, tau: float) -> dict[tuple[str, int], float]:
+    """What the scores of heads above tau are to be multiplied by, by layer and head. (A module that runs several times
+    in a forward is several layers of the record.)"""
     factors: dict[tuple[str, int], float] = {}
     for layer in seen:
         if not layer.has("max_logit"):
@@ -71,20 +86,11 @@ def qk_clip(model: nn.Module, tau: float = 100.0, seen: Record | Sample | None =
                 received=f"{layer.name} without it",
                 remedy='watch(model, measures="max_logit")',
             )
-        largest = layer.last()["max_logit"].amax((0, 2))  # (H,)
-        heads = (largest > tau).nonzero().flatten().tolist()
-        if not heads:
-            continue
+        largest = layer.last()["max_logit"].amax((0, 2)).tolist()  # (H,)
         name = layer.name.partition("#")[0]
-        if name not in names:
-            raise bad_value("model", expected=f"the one that was seen, with {name}", received="one without")
-        attention = read_attention(name, names[name])
-        _check_no_norm(attention)
-        for head in heads:
-            factor = tau / float(largest[head])
-            factors[name, head] = min(factor, factors.get((name, head), 1.0))
-    for (name, head), factor in factors.items():
-        _scale(read_attention(name, names[name]), head, factor)
+        for head, score in enumerate(largest):
+            if score > tau:
+                factors[name, head] = min(tau / score, factors.get((name, head), 1.0))
     return factors
 
 

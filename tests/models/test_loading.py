@@ -153,7 +153,7 @@ def test_a_config_that_is_a_folder(llama):
 @pytest.mark.parametrize("name", ["t5", "mamba", "gemma", "Llama", "qwen3_moe"])
 def test_a_family_that_is_not_here_names_those_that_are_and_the_way_out(name, llama):
     change_settings(llama, model_type=name)
-    families = "bert, roberta, distilbert, gpt2, gpt_neox, llama, mistral, qwen2, qwen3"
+    families = "bert, roberta, distilbert, gpt2, gpt_neox, llama, mistral, qwen2, qwen3, smollm3"
     with pytest.raises(ValueError, match=rf"families {families}, received model_type '{name}'; remedy: regard\.watch"):
         models.load(llama)
 

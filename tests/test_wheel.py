@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 import subprocess
 import sys
 import zipfile
+from importlib import metadata  # (to look for pip itself makes setuptools fail to import)
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ LIBRARY = "regard/kernels/libregard_native.so"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not all(importlib.util.find_spec(name) for name in ("pip", "setuptools")),
+        not all(any(metadata.distributions(name=name)) for name in ("pip", "setuptools")),
         reason="pip and setuptools, which build the wheel, are not installed",
     ),
 ]

@@ -514,3 +514,10 @@ def test_it_compiles_with_biases_masks_and_weights(x: Tensor, memory: Tensor) ->
     out, weights = compiled(x, memory, mask=mask, need_weights=True)
     expected = layer(x, memory, mask=mask, need_weights=True)
     torch.testing.assert_close((out, weights), expected, **TIGHT)
+
+
+def test_the_order_of_parameters_is_kept() -> None:
+    """Optimizers save their state by the order of parameters: it must not change between versions."""
+    layer = MultiHeadAttention(8, 2, qk_norm="rms", sinks=True, gate=regard.layer.Gate(), v_norm="rms")
+    names = [name.removesuffix(".weight") for name, _ in layer.named_parameters() if not name.endswith("bias")]
+    assert names == ["sinks", "q_proj", "k_proj", "v_proj", "out_proj", "q_norm", "k_norm", "v_norm", "gate_proj"]

@@ -137,8 +137,9 @@ class MultiHeadAttention(nn.Module):
         check_parts(gate, query_scale, value_mix, shares_kv=shares_kv, v_norm=v_norm)
         self.q_proj = nn.Linear(self.query_dim, num_heads * self.head_dim, bias=bias)
         out_bias = bias if out_bias is None else out_bias
-        self._add_keys_and_values(bias, as_norm("qk_norm", qk_norm), as_norm("v_norm", v_norm), shares_kv)
+        self._add_keys_and_values(bias, shares_kv)
         self.out_proj = nn.Linear(num_heads * self.value_head_dim, embed_dim, bias=out_bias)
+        self._add_norms(as_norm("qk_norm", qk_norm), as_norm("v_norm", v_norm))
         self.position_encoding = position_encoding
         self.sinks = nn.Parameter(torch.zeros(num_heads)) if sinks else None
         self.query_scale, self.value_mix, self.gate, self.gate_proj = query_scale, value_mix, gate, None
@@ -147,16 +148,18 @@ class MultiHeadAttention(nn.Module):
             self.gate_proj = nn.Linear(self.query_dim, rows, bias=gate.bias)
         self.reset_parameters()
 
-    def _add_keys_and_values(self, bias: bool, qk_norm: Norm | None, v_norm: Norm | None, shares_kv: bool) -> None:
-        """The norms, and k_proj and v_proj; None where the keys and values are another layer's."""
-        self.shares_kv = shares_kv
-        g, d, e = self.num_kv_heads, self.head_dim, self.value_head_dim
-        linears = {"k_proj": (self.key_dim, g * d), "v_proj": (self.value_dim, g * e)}
-        for name, (width, rows) in linears.items():
+    def _add_keys_and_values(self, bias: bool, shares_kv: bool) -> None:
+        """k_proj and v_proj; None where the keys and values are another layer's."""
+        self.shares_kv, g = shares_kv, self.num_kv_heads
+        sizes = {"k_proj": (self.key_dim, g * self.head_dim), "v_proj": (self.value_dim, g * self.value_head_dim)}
+        for name, (width, rows) in sizes.items():
             self.register_module(name, None if shares_kv else nn.Linear(width, rows, bias=bias))
+
+    def _add_norms(self, qk_norm: Norm | None, v_norm: Norm | None) -> None:
+        g, d = self.num_kv_heads, self.head_dim
         self.q_norm = None if qk_norm is None else qk_norm.module(self.num_heads, d)
-        self.k_norm = None if qk_norm is None or shares_kv else qk_norm.module(g, d)
-        self.v_norm = None if v_norm is None else v_norm.module(g, e)
+        self.k_norm = None if qk_norm is None or self.shares_kv else qk_norm.module(g, d)
+        self.v_norm = None if v_norm is None else v_norm.module(g, self.value_head_dim)
 
     @classmethod
     def from_config(cls, config: str | Configuration, layer: int | None = None, **changes: Any) -> MultiHeadAttention:

@@ -280,6 +280,15 @@ def watching(rows: Rows) -> str:
     return markdown(["model", "tokens", *header], lines)
 
 
+def attn_implementation(rows: Rows) -> str:
+    """Models of transformers on our kernels, beside the same models on their own."""
+    lines: Lines = []
+    for row in rows:
+        cells = [ratio(row.get(name), row["regard"]) or "not run" for name in ("sdpa", "eager")]
+        lines.append([row["model"], row["what"], f"{row['tokens']:,}", *cells])
+    return markdown(["model", "what", "tokens", "sdpa / regard", "eager / regard"], lines)
+
+
 def small_calls(rows: Rows) -> str:
     """Calls so small that what surrounds the kernel is most of the time."""
     peers = list(dict.fromkeys(name for row in rows for name in row["seconds"] if name != "regard"))
@@ -422,6 +431,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "headline": ("headline", headline),
     "memory": ("looking", memory),
     "watching": ("watching", watching),
+    "attn-implementation": ("attn_implementation", attn_implementation),
     "small-calls": ("small_calls", small_calls),
     "compile-gpu": ("compile_gpu", compile_gpu),
     "gpu": ("gpu", gpu),

@@ -352,6 +352,22 @@ def test_chosen_keys_alone_are_seen() -> None:
     torch.testing.assert_close(out.transpose(1, 2), regard.attend(q, k, v, mask=keep))
 
 
+def test_a_model_that_chooses_keys(spy: Spy) -> None:
+    """With fewer than there are, so that it matters which."""
+    model = decoder("deepseek_v32", **_LATENT, index_topk=4)
+    given = padded()
+    with torch.no_grad():
+        right = model(**given).logits
+        model.set_attn_implementation("regard")
+        ours = model(**given).logits
+    assert all("Keep" in repr(mask) for mask in spy.masks)
+    real = given["attention_mask"].bool()
+    torch.testing.assert_close(ours[real], right[real], rtol=0, atol=1e-4)
+    all_keys = decoder("deepseek_v32", **_LATENT, index_topk=64)
+    with torch.no_grad():
+        assert (all_keys(**given).logits - right)[real].abs().max() > 1e-2
+
+
 @pytest.mark.slow
 def test_an_old_version_is_told_in_words() -> None:
     code = """

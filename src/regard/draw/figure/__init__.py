@@ -117,12 +117,14 @@ def _check_alone(**given: bool) -> None:
 
 
 def check_numbers(**numbers: float | None) -> None:
+    """Raise unless each of them is None or a number above 0."""
     for name, number in numbers.items():
         if number is not None and not (isinstance(number, (int, float)) and 0 < number < math.inf):
             raise bad_value(name, expected="a number above 0", received=repr(number))
 
 
 def need_matplotlib() -> None:
+    """Raise an error that names the extra, if matplotlib is not installed."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -130,6 +132,7 @@ def need_matplotlib() -> None:
 
 
 def suffix_of(path: str | PathLike[str]) -> str:
+    """The format of a figure by the end of its path; raises for one that cannot be written."""
     if not isinstance(path, (str, PathLike)):
         raise bad_type("path", expected="the path of a file", received=type(path).__name__)
     suffix = Path(fspath(path)).suffix.lower()

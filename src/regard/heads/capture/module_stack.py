@@ -176,7 +176,7 @@ class ModuleStack:
         self.tree = tree_of(self.root)
         self.modules, self.names = self.tree.modules, self.tree.names
         self.leaves = False  # whether modules that attention cannot be computed in are followed, too
-        self.root_has_hooks = True  # else somebody calls `_enter` and `_leave` for it
+        self.root_has_hooks = True  # else its owner calls `enter` and `leave` for it
         self.thread = 0
         self.hooked: list[nn.Module] = []
         self.number = -1  # of our hooks, the same on all modules
@@ -187,7 +187,7 @@ class ModuleStack:
         """Register hooks on the modules below the root that attention may be computed in; calls of the current thread
         will be followed."""
         self.thread = get_ident()
-        enter, leave = self._enter, self._leave
+        enter, leave = self.enter, self.leave
         self.number = RemovableHandle(OrderedDict()).id  # (no other hook will have it)
         for module in self.tree.can_be_hooked if self.leaves else self.tree.with_hooks:
             if module is self.root and not self.root_has_hooks:
@@ -225,7 +225,8 @@ class ModuleStack:
     def __reduce__(self) -> Any:
         return ModuleStack, (nn.Identity(),)
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A hook before a module runs: it is now the innermost call in progress."""
         name = self.names.get(id(module._forward_hooks))
         if name is None:  # a copy
             return
@@ -246,7 +247,8 @@ class ModuleStack:
         if self.on_enter is not None:
             self.on_enter(frame)
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """A hook after it ran, or raised."""
         name = self.names.get(id(module._forward_hooks))
         if name is None:
             return

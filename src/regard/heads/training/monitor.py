@@ -168,11 +168,11 @@ class monitor:
     def _forward_begins(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._ends_with_forward = model.training and self.begin()
         if self._watching is not None:
-            self._watching.frames._enter(model, args, kwargs)
+            self._watching.frames.enter(model, args, kwargs)
 
     def _forward_ends(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._watching is not None:
-            self._watching.frames._leave(model, args, output)
+            self._watching.frames.leave(model, args, output)
         if self._ends_with_forward:
             self.end(sys.exc_info()[1] if output is None else None)
         if model.training and self._counts_forwards:

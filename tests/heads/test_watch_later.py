@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import regard
+from regard.heads.capture import capture
+from regard.heads.capture.module_stack import Frame
 from regard.kernels import native_library as library
 from regard.masks import Causal
 from regard.measures import Measurements
@@ -101,3 +103,53 @@ def test_a_record_can_be_copied_and_pickled_before_it_is_read() -> None:
     expected = read(seen)
     assert same(read(copied), expected)
     assert same(read(pickled), expected)
+
+
+@pytest.mark.parametrize("steady", [False, True])
+def test_queries_and_keys_of_our_own_layers_are_kept_as_they_are(monkeypatch: Any, steady: bool) -> None:
+    monkeypatch.setattr(capture, "LARGE", 1 if steady else 2**40)
+    made: list[Tensor] = []
+    observed = capture.AttentionCapture.describe
+
+    def describe(self: Any, *args: Any, **known: Any) -> Any:
+        attention = observed(self, *args, **known)
+        made.append(attention.call.k)
+        assert attention.steady is steady
+        return attention
+
+    monkeypatch.setattr(capture.AttentionCapture, "describe", describe)
+    model, ids = Model(), torch.randint(0, 5, (B, N))
+    with torch.no_grad(), regard.watch(model) as seen:
+        model(ids)
+    for layer in range(2):
+        keys = seen[layer].text.keys[0]
+        assert torch.equal(keys, made[layer])
+        assert (keys.data_ptr() == made[layer].data_ptr()) is steady
+
+
+def test_tensors_that_others_hold_are_not_kept_as_they_are() -> None:
+    """Inputs, parts of larger tensors, and what a cache may write over."""
+    x, q, k, v = torch.randn(B, N, W), *torch.randn(3, B, N, W).unbind()
+    module = nn.Identity()
+
+    def frame(*args: Any, **kwargs: Any) -> Frame:
+        return Frame(module, "", args, kwargs)
+
+    assert frame(x, mask=Causal()).made(q, k, v)  # all of one tensor's memory
+    assert not frame(x).made(q, k)
+    assert not frame(x).made(q, k, v, x)
+    assert frame(torch.randn(2)).made(x)
+    assert not frame(x, cache=regard.KVCache()).made(q, k, v)
+
+
+def test_a_layer_with_a_cache_is_kept_in_copies(monkeypatch: Any) -> None:
+    monkeypatch.setattr(capture, "LARGE", 1)
+    torch.manual_seed(0)
+    layer, cache, x = regard.MultiHeadAttention(W, H), regard.KVCache(), torch.randn(B, N, W)
+    with torch.no_grad(), regard.watch(layer) as seen:
+        layer(x, mask=Causal(), cache=cache)
+    keys = seen[0].text.keys[0]
+    before = keys.clone()
+    assert cache.keys is not None
+    cache.keys.zero_()
+    assert before.any() and torch.equal(keys, before)

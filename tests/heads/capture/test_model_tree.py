@@ -29,14 +29,42 @@ def closed(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if id(module) in tree_of(model).closed}
 
 
+def with_hooks(model: nn.Module) -> set[str]:
+    hooked = {id(module) for module in tree_of(model).with_hooks}
+    return {name for name, module in model.named_modules() if id(module) in hooked}
+
+
 def test_the_encoder_of_bert_is_closed() -> None:
     model = bert()
     below = ["", ".attention", ".attention.self"]
     layers = {f"encoder.layer.{i}{name}" for i in range(2) for name in below}
     assert closed(model) == {"encoder", "encoder.layer", *layers}
-    with_hooks = {name for name, x in model.named_modules() if any(x is y for y in tree_of(model).with_hooks)}
-    assert with_hooks == {"", *closed(model)}
+    assert with_hooks(model) == {"", "encoder", "encoder.layer", *(name for name in layers if name.endswith("self"))}
     assert len(tree_of(model).can_be_hooked) == len(list(model.modules()))
+
+
+def test_a_closed_block_of_an_open_model_has_hooks() -> None:
+    """While it runs, torch functions are not followed."""
+    model = bert()
+    replace_a_module(model)
+    assert {"encoder.layer.0", "encoder.layer.0.attention.self"} <= with_hooks(model)
+
+
+def test_heads_that_are_handed_over_keep_the_hooks_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_tree, "_takes_hidden_states", lambda kind: False)
+    model = bert()
+    assert with_hooks(model) == {"", *closed(model)}
+
+
+@pytest.mark.parametrize("line", ["x += 1", "x.add_(1)", "x[0] = 1"])
+def test_code_that_may_write_over_a_tensor_is_known(line: str) -> None:
+    home: dict[str, Any] = {"__name__": "transformers.guest"}
+    for name, first in (("Writes", line), ("Reads", "y = x + 1")):
+        exec(f"class {name}:\n    def forward(self, x):\n        {first}\n        return x", home)
+    assert len(tree_of(bert()).steady) == 2
+    writes, reads = (model_tree.forward_code(home[name]) for name in ("Writes", "Reads"))
+    assert writes is not None and reads is not None
+    assert writes.writes and not reads.writes
 
 
 class Guest(nn.Module):

@@ -46,6 +46,8 @@ from regard.tracing import is_eager, traced
 
 __all__ = ["AttentionCapture"]
 
+LARGE = 2**14  # numbers of q from which on it is worth to know whether copies are needed
+
 
 class AttentionCapture:
     """A context manager that observes a model while it runs. Everything is put back when the block ends."""
@@ -173,6 +175,9 @@ class AttentionCapture:
         fits = ids is not None and ids.shape[0] in (1, shape[0]) and ids.shape[1] == shape[2]
         attention.ids = ids.to(attention.device) if ids is not None and fits else None
         attention.input = frame.input(shape[0], shape[2]) if self.needs_output else None
+        call = attention.call
+        if self.computes and call is not None and call.q.numel() >= LARGE and id(frame.module) in self.frames.tree.steady:
+            attention.steady = frame.made(call.q, call.k, call.v)
         return attention
 
     def report(self, frame: Frame, attention: ObservedCall, output: Tensor) -> Tensor:

@@ -39,6 +39,7 @@ class ForwardCode:
     kind: type
     closed: bool = True  # it computes no attention, but by asking transformers' interface
     asks: bool = False  # it asks the interface for an attention function
+    writes: bool = False  # it may write over a tensor: by a method in place (`add_`), `x += y` or `x[i] = y`
     attributes: set[str] = field(default_factory=set)  # names of all attributes in it, also of other objects
     _read: set[CodeType] = field(default_factory=set)
     _globals: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)  # what names stood for
@@ -84,6 +85,7 @@ class ForwardCode:
         asking = reading = False  # between `get_interface` or `getattr` and its call
         for at, step in enumerate(steps):
             name = step.argval
+            self.writes |= _writes(step)
             if step.opname.startswith("IMPORT") or (reading and step.opname.startswith("CALL")):
                 return False
             if step.opname.startswith("CALL"):
@@ -182,6 +184,14 @@ def _is_harmless_class(kind: type) -> bool:
         return False
     known = kind.__module__ in ("builtins", "functools", "transformers.cache_utils") or _is_of(kind.__module__, "torch")
     return known or issubclass(kind, (dict, tuple, BaseException))
+
+
+def _writes(step: dis.Instruction) -> bool:
+    """Whether a step may be one in place."""
+    if "ATTR" in step.opname or "METHOD" in step.opname:
+        return str(step.argval).endswith("_") and not str(step.argval).endswith("__")
+    in_place = step.opname.startswith("INPLACE") or step.opname in ("STORE_SUBSCR", "STORE_SLICE")
+    return in_place or (step.opname == "BINARY_OP" and step.argrepr.endswith("="))
 
 
 def _called(steps: list[dis.Instruction], at: int, arguments: int) -> bool:

@@ -11,6 +11,7 @@ hooks and attributes. No module is kept alive by it.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import threading
 import weakref
@@ -37,8 +38,9 @@ class ModelTree:
     modules: list[nn.Module]
     names: dict[int, str]  # by the id of their dict of hooks, which replicas made by `nn.DataParallel` share with them
     can_be_hooked: list[nn.Module]  # all but those of torch.jit
-    with_hooks: list[nn.Module]  # those that attention may be computed in, or below
+    with_hooks: list[nn.Module]  # those that attention may be computed in, or below, but for parts of blocks
     closed: frozenset[int]  # ids of the closed ones among them
+    steady: frozenset[int]  # ids of those that compute attention, and write over no tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class _Entry:
     can_be_hooked: list[int]
     with_hooks: list[int]
     closed: frozenset[int]
+    steady: frozenset[int]
     codes: list[Any]  # of `forward_code`
 
     def tree(self) -> ModelTree | None:
@@ -92,7 +95,7 @@ class _Entry:
         if not all(code.is_valid() for code in self.codes) or _global_hooks():
             return None
         hooked, few = [modules[i] for i in self.can_be_hooked], [modules[i] for i in self.with_hooks]
-        return ModelTree(modules, self.names, hooked, few, self.closed)
+        return ModelTree(modules, self.names, hooked, few, self.closed, self.steady)
 
 
 _LOCK = threading.RLock()  # guards the dict (a weak reference may end while it is held)
@@ -111,16 +114,17 @@ def tree_of(root: nn.Module) -> ModelTree:
     names = {id(module._forward_hooks): name or type(module).__name__ for name, module in named}
     found = _Finder()
     found.find(root)
+    found.find_between(root)
     can_be_hooked = [i for i, module in enumerate(modules) if not isinstance(module, torch.jit.ScriptModule)]
     needed = [i for i in can_be_hooked if i == 0 or found.needs_hooks(modules[i])]
-    closed = frozenset(found.closed & found.attend)
+    closed, steady = frozenset(found.closed & found.attend), frozenset(found.steady)
     if len(can_be_hooked) == len(modules) and not _global_hooks():  # (torch.jit's have no plain dict of children)
         known = [_known(module, found) for module in modules]
         reference = weakref.ref(root, functools.partial(_forget, id(root)))
         codes = list(found.codes.values())
         with _LOCK:
-            _KNOWN[id(root)] = _Entry(reference, known, names, can_be_hooked, needed, closed, codes)
-    return ModelTree(modules, names, [modules[i] for i in can_be_hooked], [modules[i] for i in needed], closed)
+            _KNOWN[id(root)] = _Entry(reference, known, names, can_be_hooked, needed, closed, steady, codes)
+    return ModelTree(modules, names, [modules[i] for i in can_be_hooked], [modules[i] for i in needed], closed, steady)
 
 
 def _forget(key: int, dead: weakref.ref[nn.Module]) -> None:
@@ -152,6 +156,10 @@ class _Finder:
     def __init__(self) -> None:
         self.closed: set[int] = set()
         self.attend: set[int] = set()
+        self.asking: set[int] = set()  # closed modules that compute attention themselves
+        self.steady: set[int] = set()  # of these, those that write over no tensor
+        self.between: set[int] = set()  # closed modules that need no hooks: around those that compute, in closed ones
+        self.heads_are_passed = False  # whether a module may be handed queries, keys and values by the one around it
         self.codes: dict[type, Any] = {}
         self.searched: dict[int, bool] = {}
         self.anything_closed = not _global_hooks()
@@ -167,14 +175,35 @@ class _Finder:
         is_closed = self.anything_closed and all(closed) and self._is_closed(module)
         if is_closed:
             self.closed.add(id(module))
-            if self._asks(module) or any(id(child) in self.attend for child in children):
+            around = any(id(child) in self.attend for child in children)
+            if self._asks(module, around):
+                self.asking.add(id(module))
+                if type(module) not in self.codes or not self.codes[type(module)].writes:
+                    self.steady.add(id(module))
+                self.heads_are_passed |= type(module) in self.codes and not _takes_hidden_states(type(module))
+            if around or id(module) in self.asking:
                 self.attend.add(id(module))
         self.searched[id(module)] = is_closed
         return is_closed
 
+    def find_between(self, module: nn.Module, inside: bool = False, in_block: bool = False) -> None:
+        """Note which parts of the blocks of closed modules (those in a list of modules) need no hooks: they are given
+        no token ids, and tell nothing that the module inside them which computes attention does not tell. To be called
+        after `find`."""
+        if id(module) not in self.searched or self.heads_are_passed:
+            return
+        del self.searched[id(module)]
+        if inside and in_block and id(module) in self.attend - self.asking:
+            self.between.add(id(module))
+        is_list = type(module) is nn.ModuleList  # (which is never called)
+        inside = inside or (id(module) in self.closed and not is_list)
+        for child in module._modules.values():
+            if child is not None:
+                self.find_between(child, inside, in_block or is_list)
+
     def needs_hooks(self, module: nn.Module) -> bool:
-        """Whether attention may be computed in a module or below it."""
-        if _is_leaf_of_torch(module):
+        """Whether attention may be computed in a module or below it, and its hooks tell something."""
+        if _is_leaf_of_torch(module) or id(module) in self.between:
             return False
         return id(module) not in self.closed or id(module) in self.attend
 
@@ -198,9 +227,13 @@ class _Finder:
             _may_hold(module.__dict__[name]) for name in code.attributes & module.__dict__.keys()
         )
 
-    def _asks(self, module: nn.Module) -> bool:
+    def _asks(self, module: nn.Module, around: bool) -> bool:
+        """Whether a closed module computes attention itself, by its code or by its name; by its code alone if it is
+        `around` others that do."""
         kind = type(module)
-        return is_named_for_attention(kind) or (kind in self.codes and self.codes[kind].asks)
+        if kind in self.codes and (self.codes[kind].asks or around):
+            return self.codes[kind].asks
+        return is_named_for_attention(kind)
 
 
 def _may_hold(value: Any) -> bool:
@@ -233,6 +266,12 @@ def _is_leaf_of_torch(module: nn.Module) -> bool:
     """Whether a module is a layer of torch without children (`nn.Linear`, `nn.LayerNorm`, ...), which computes no
     attention. Hooks would cost more than many of these layers, and keep `regard.onednn` from fusing them."""
     return not module._modules and _is_class_of_torch(type(module))
+
+
+@functools.lru_cache(maxsize=4096)
+def _takes_hidden_states(kind: type) -> bool:
+    """Whether the input of a module of transformers is known to be hidden states, not the heads' queries and keys."""
+    return "hidden_states" in inspect.signature(kind.forward).parameters
 
 
 @functools.lru_cache(maxsize=4096)

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from regard.heads.capture.model_tree import tree_of
 from regard.heads.module_names import CROSS_ATTENTION_INPUTS, NOT_TOKEN_IDS
+from regard.masks import Mask
 
 __all__ = ["Frame", "ModuleStack"]
 
@@ -92,6 +93,16 @@ class Frame:
             if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:-1] == (batch, length):
                 return value.detach()
         return self.parent.input(batch, length) if self.parent is not None and self.is_handed_heads() else None
+
+    def made(self, *tensors: Tensor) -> bool:
+        """Whether tensors are known to be made within this call and held by nobody else: they are no parts of its
+        inputs, among which is no cache, and they fill the memory that they are in."""
+        given = [x for x in (*self.args, *self.kwargs.values()) if x is not None]
+        if not all(isinstance(x, (Tensor, bool, int, float, str, tuple, Mask)) for x in given):
+            return False
+        memory = {storage.data_ptr(): storage for storage in [x.untyped_storage() for x in tensors]}
+        full = sum(storage.nbytes() for storage in memory.values()) == sum(x.nbytes for x in tensors)
+        return full and not any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() in memory for x in given)
 
     def looks_elsewhere(self) -> bool | None:
         """Whether this is cross attention, by the arguments of the call; None if they do not tell."""

@@ -54,6 +54,7 @@ class ObservedCall:
     values: Tensor | None = None  # (..., M, E) of attention written by hand, leading axes in the model's own order
     cache: Any = None  # the cache that holds its keys
     numbers: Tensor | None = None  # (M,) the index in the sequence of each key
+    steady: bool = False  # whether nobody will write over q, k and v of the call, as far as it is known
     unsure: str = ""  # why `call` or `weights` may not give the output, such as dropout; "" if they do
     # If other processes compute other heads: `call` has this process's, `gather_heads` gathers results per head
     gather_heads: GatherHeads | None = None

@@ -1,8 +1,8 @@
 """From attention calls to the layers of a record: each is measured when it is seen, and filed as a chunk of a sequence.
 
 Filing takes longer than measuring a short text. So a call that begins a new sequence, like others of the same forward,
-waits with its measurements until the record is read. What it is filed with are copies: the model may write over its own
-tensors meanwhile.
+waits with its measurements until the record is read. What it is filed with are copies, where the model may write over its
+own tensors meanwhile.
 
 Letters: B batch, H query heads, N queries, M keys, E head width of v.
 """
@@ -130,7 +130,7 @@ class Filing:
         if not isinstance(measurements, MeasuredLater):
             self.file_waiting()
             return self._file(attention, shared, measurements)
-        own = call.of(call.q.clone(), call.k.clone(), call.v.clone())
+        own = call if attention.steady else call.of(call.q.clone(), call.k.clone(), call.v.clone())
         ids = shared.own_ids(attention.ids)
         later = ObservedCall(attention.layer, attention.module, attention.forward, attention.kind, own, ids=ids)
         later.padding = shared.padding
@@ -147,6 +147,7 @@ class Filing:
         """File a call, and measure it if it was not measured before. `own`: its tensors are not the model's. Returns
         the measurements; None if the layer is not wanted."""
         name, goes_on, again, total = self.tracker.place(attention, copy=not own)
+        own = own or (attention.steady and not goes_on)
         if not (self.is_wanted(attention.layer) or self.is_wanted(name)):
             self.unwanted.add(name)
             return None

@@ -275,8 +275,10 @@ def watching(rows: Rows) -> str:
     lines: Lines = []
     for row in rows:
         cells = [ratio(row.get(name), row["blind"]) or "not run" for name in ("watched", "exact", "eager", "roles")]
-        lines.append([row["model"], f"{row['tokens']:,}", *cells])
-    header = ["watched / blind", "`exact=True` / blind", "eager with maps / blind", "`seen.roles()` alone / blind"]
+        of_torch = ratio(row["watched"], row.get("torch") or (row["blind"] if "transformers" in row["model"] else None))
+        lines.append([row["model"], f"{row['tokens']:,}", cells[0], of_torch or "not run", *cells[1:]])
+    header = ["watched / blind", "watched / blind with PyTorch's attention", "`exact=True` / blind"]
+    header += ["eager with maps / blind", "`seen.roles()` alone / blind"]
     return markdown(["model", "tokens", *header], lines)
 
 

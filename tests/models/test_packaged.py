@@ -142,12 +142,7 @@ PROMPTS = [
     "Ein kurzer Satz auf Deutsch:",
     "In the beginning there was nothing, and then, quite suddenly and to the surprise of everyone who was not there,",
 ]
-NEW = 64
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Any:
-    return models.load("smollm2", check=False)
+NEW = 37
 
 
 @pytest.fixture(scope="module")

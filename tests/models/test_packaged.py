@@ -188,6 +188,7 @@ def test_smollm2_has_the_weights_of_transformers(smollm2, their_smollm2):
 
 
 @WITH_SMOLLM2
+@pytest.mark.slow
 def test_smollm2_has_the_logits_of_transformers(smollm2, their_smollm2):
     ids, keep = smollm2.encode_batch(PROMPTS)
     with torch.inference_mode():

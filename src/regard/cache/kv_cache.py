@@ -446,11 +446,11 @@ class KVCache:
         check_shapes(keys, values)
         if self._batch is None:
             return
-        held = self._keys, self._values
-        if held[0] is None or held[1] is None:
-            held = tuple(part.numbers for part in self._prefix[0])
-        for what, known, new in zip(("keys", "values"), held, (keys, values), strict=True):
-            check_alike(what, known, new, self._batch, self._given)
+        held_keys, held_values = self._keys, self._values
+        if held_keys is None or held_values is None:
+            held_keys, held_values = (part.numbers for part in self._prefix[0])
+        check_alike("keys", held_keys, keys, self._batch, self._given)
+        check_alike("values", held_values, values, self._batch, self._given)
 
     def _reserve(self, stored: list[Tensor], length: int) -> None:
         """Room for `length` tokens: twice as much as now, where it has to grow. What forks read stays where it is, and

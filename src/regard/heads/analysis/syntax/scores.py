@@ -36,14 +36,14 @@ def word_weights(weights: Tensor, words_of_tokens: Sequence[int], words: int) ->
     tensor([[0.5500, 0.4500],
             [0.2000, 0.8000]])
     """
-    word_of_token = torch.tensor(words_of_tokens, dtype=torch.long, device=weights.device)
-    tokens = (word_of_token >= 0).nonzero()[:, 0]  # (those of words)
-    word = word_of_token[tokens]
-    count = torch.bincount(word, minlength=words).clamp(min=1).to(weights.dtype)  # (n,)
-    # added where they belong, in N² steps: a product with a matrix of words by tokens has N³
-    rows = weights.new_zeros(*weights.shape[:-2], words, weights.shape[-1])  # (..., n, N)
-    rows = rows.index_add_(-2, word, weights[..., tokens, :]) / count[:, None]
-    return weights.new_zeros(*weights.shape[:-2], words, words).index_add_(-1, word, rows[..., tokens])
+    # Added where they belong, in N² steps: a product with a matrix of words by tokens has N³. What belongs to no word
+    # is added up behind the last one, and left out.
+    owners = [words if word < 0 else word for word in words_of_tokens]
+    word_of_token = torch.tensor(owners, dtype=torch.long, device=weights.device)
+    count = torch.bincount(word_of_token, minlength=words + 1)[:words].clamp(min=1)  # (n,)
+    rows = weights.new_zeros(*weights.shape[:-2], words + 1, weights.shape[-1]).index_add_(-2, word_of_token, weights)
+    rows = rows[..., :words, :] / count[:, None]  # (..., n, N)
+    return weights.new_zeros(*rows.shape[:-1], words + 1).index_add_(-1, word_of_token, rows)[..., :words]
 
 
 def without_sinks(weights: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import random
 import shutil
 import tempfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +83,16 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def any_device(request: pytest.FixtureRequest) -> torch.device:
     """The same, and then the meta device: for shapes and errors."""
     return torch.device("meta") if request.param == "meta" else request.getfixturevalue("device")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Any:
+    """The packaged decoder, which takes seconds to load. Tests that share it leave it as it is."""
+    from regard.models import EMBEDDED, load
+
+    if EMBEDDED["smollm2"].installed() is None:
+        pytest.skip("the weights of smollm2 are not installed")
+    return load("smollm2", check=False)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import torch
 from browser.pages import TEXT, VIEWS, Look, Written, some_cells, stack, write
 
 import regard
-from regard.models import EMBEDDED
 
 pytestmark = pytest.mark.slow
 
@@ -92,11 +91,9 @@ def test_encoder_and_decoder(look: Callable[..., Look], folder: Path, make: Call
     assert tab.texts(".layer h3")[2].startswith("2 · cross")
 
 
-def test_generated_text(look: Callable[..., Look], folder: Path) -> None:
+def test_generated_text(look: Callable[..., Look], folder: Path, smollm2: Any) -> None:
     """A decoder that writes on: prompt and what came after are one map, and nobody looks ahead."""
-    if EMBEDDED["smollm2"].installed() is None:
-        pytest.skip("the weights of smollm2 are not installed")
-    model = regard.models.load("smollm2", check=False)
+    model = smollm2
     prompt = "Once upon a time there was"
     with regard.watch(model, keep="qkv") as seen, torch.no_grad():
         written = prompt + model.generate(prompt, 5)

@@ -14,7 +14,6 @@ import regard
 from regard.draw.scene import Scene
 from regard.draw.story import story
 from regard.heads.analysis.syntax.run import shuffled_copy
-from regard.models import EMBEDDED
 
 pytestmark = pytest.mark.slow
 LESSON = "The cat that I saw yesterday ran away"
@@ -26,13 +25,6 @@ GRAMMAR = {"verbs", "clauses", "phrases"}
 def lesson(minilm: Any, folder: Path) -> Written:
     seen = regard.look(minilm, text=LESSON, show=False, treebank=TREEBANK)
     return write(folder / "lesson.html", seen)
-
-
-@pytest.fixture(scope="module")
-def smollm2() -> Any:
-    if EMBEDDED["smollm2"].installed() is None:
-        pytest.skip("the weights of smollm2 are not installed")
-    return regard.models.load("smollm2", check=False)
 
 
 @pytest.fixture(scope="module")

@@ -31,10 +31,9 @@ def in_words(weights: Tensor, groups: list[tuple[int, int]] = GROUPS) -> Tensor:
     return torch.stack([rows[:, a:b].sum(1) for a, b in groups], 1)
 
 
-def set_aside(page: Written, layer: int, head: int) -> Tensor:
+def set_aside(page: Written, aside: Tensor, layer: int, head: int) -> Tensor:
     """The weights of a head without its resting place, renormalised."""
-    panel = Scene(page.seen, page.tokens)[layer]
-    weights = page.weights(layer, head).masked_fill(panel.aside[head][None], 0.0)
+    weights = page.weights(layer, head).masked_fill(aside[head][None], 0.0)
     left = weights.sum(1, keepdim=True)
     return torch.where(left > 0, weights / left.clamp(min=1e-30), 0.0)
 
@@ -76,8 +75,9 @@ def test_under_the_pointer(look: Callable[..., Look], real: Written, layer: int,
 def test_set_aside(look: Callable[..., Look], real: Written) -> None:
     tab = look(real, "#view=words&word=10")
     tab.do(lambda: tab.page.check("#aside"))
+    scene = Scene(real.seen, real.tokens)
     for layer, head, way, unit, value, step in tab.ask(STRIPS):
-        weights = in_words(set_aside(real, layer, head))
+        weights = in_words(set_aside(real, scene[layer].aside, layer, head))
         row = weights[10] if way == "to" else weights[:, 10]
         if unit < 0:
             assert float(row.max()) == 0
@@ -236,8 +236,9 @@ def test_words_of_a_decoder(look: Callable[..., Look], folder: Path) -> None:
         layer(torch.randn(1, 7, 12) * 3, mask=regard.masks.Causal())
     page = write(folder / "causal.html", seen, ["[CLS]", *"bcdefg"])
     tab = look(page, "#view=words&word=0&aside=1")
+    aside = Scene(page.seen, page.tokens)[0].aside
     for _, head, way, unit, value, step in tab.ask(STRIPS):
-        weights = set_aside(page, 0, head)
+        weights = set_aside(page, aside, 0, head)
         row = weights[0] if way == "to" else weights[:, 0]
         assert (unit < 0) == (float(row.max()) == 0)
         assert unit < 0 or abs(value - float(row.max())) <= step

@@ -139,10 +139,12 @@ def _here() -> _Parent:
 
 def main() -> None:
     """One job after the other, as they come."""
-    for name in ("compare", "variants"):  # what most of them need
-        importlib.import_module(f"distributed.{name}")
+    # What most of them need; torch imports its compiler at the first step of an optimizer, which takes seconds.
+    for name in ("distributed.compare", "distributed.variants", "torch._dynamo"):
+        importlib.import_module(name)
     while line := sys.stdin.readline():
         job = json.loads(line)
+        importlib.import_module(job["module"])
         children = {_forked(job, rank): rank for rank in job["ranks"]}
         codes: dict[int, int] = {}
         end = time.monotonic() + job["patience"]

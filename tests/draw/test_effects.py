@@ -19,8 +19,8 @@ def load(name: str) -> Any:
     return regard.models.load(name, check=False)
 
 
-def test_the_next_token() -> None:
-    model = load("smollm2")
+def test_the_next_token(smollm2: Any) -> None:
+    model = smollm2
     text = "When Mary and John went to the store, John gave a drink to"
     seen = regard.look(model, text=text, show=False)
     found = effects(seen.rerun, seen, [(23, 3), (0, 0)])

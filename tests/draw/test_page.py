@@ -66,10 +66,9 @@ class Reader(HTMLParser):
 
 def whole(data: bytes, piece: dict[str, Any]) -> Tensor:
     """Low bytes of all numbers, then the next bytes of all."""
-    count = math.prod(piece["shape"])
-    parts = [list(data[piece["at"] + i * count : piece["at"] + (i + 1) * count]) for i in range(piece["bits"] // 8)]
-    numbers = [sum(part[i] << (8 * place) for place, part in enumerate(parts)) for i in range(count)]
-    return torch.tensor(numbers, dtype=torch.float64).view(piece["shape"])
+    count, size = math.prod(piece["shape"]), piece["bits"] // 8
+    parts = torch.tensor(memoryview(data)[piece["at"] : piece["at"] + size * count]).view(size, count)
+    return sum(part.double() * 256**place for place, part in enumerate(parts)).view(piece["shape"])
 
 
 def weights(data: bytes, piece: dict[str, Any]) -> tuple[Tensor, Tensor]:

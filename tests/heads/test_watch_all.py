@@ -213,9 +213,9 @@ def test_kinds_of_minilm() -> None:
 
 
 @WITH["smollm2"]
-def test_kinds_of_smollm2() -> None:
+def test_kinds_of_smollm2(smollm2: Any) -> None:
     """Its vocabulary is spelled in bytes: ’ is âĢĻ, and a lone ¡ is a part of some other character."""
-    model = models.load("smollm2", check=False)
+    model = smollm2
     kinds = token_kinds(model)
     number = model.tokenizer.token_to_id  # type: ignore[union-attr]
     assert len(kinds["special"]) == 17

@@ -8,7 +8,7 @@ import pytest
 import torch
 from heads.oracle import Oracle, agree, close, wanted
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, LlamaConfig, LlamaForCausalLM
 
 import regard
 from regard.models import EMBEDDED
@@ -27,10 +27,45 @@ def minilm() -> Any:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> Any:
-    one = EMBEDDED["smollm2"]
-    theirs = AutoModelForCausalLM.from_pretrained(one.folder(), gguf_file=one.path, dtype=torch.float32).eval()
-    return regard.models.load("smollm2", check=False), theirs
+def both_smollm2(smollm2: Any) -> Any:
+    """The second with the weights of the first: transformers takes long to read the file (test_packaged.py does)."""
+    ours = smollm2.config
+    config = LlamaConfig(
+        vocab_size=ours.vocabulary,
+        hidden_size=ours.embed_dim,
+        intermediate_size=ours.inner,
+        num_hidden_layers=ours.layers,
+        num_attention_heads=ours.num_heads,
+        num_key_value_heads=ours.num_kv_heads,
+        rope_parameters={"rope_type": "default", "rope_theta": ours.rotary_base},
+        rms_norm_eps=ours.norm_eps,
+        max_position_embeddings=ours.context,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        theirs = LlamaForCausalLM(config).eval()
+    theirs.to_empty(device="cpu")
+    theirs.load_state_dict({_their_name(name): x for name, x in smollm2.state_dict().items()})
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config)  # (its frequencies are in no state dict)
+    return smollm2, theirs
+
+
+def _their_name(name: str) -> str:
+    """A parameter of our decoder as transformers' Llama calls it."""
+    for mine, other in (
+        ("embedding.tokens", "model.embed_tokens"),
+        ("blocks.", "model.layers."),
+        ("attention_norm", "input_layernorm"),
+        ("mlp_norm", "post_attention_layernorm"),
+        ("attention.out_proj", "self_attn.o_proj"),
+        ("attention.", "self_attn."),
+        ("gate.", "gate_proj."),
+        ("up.", "up_proj."),
+        ("down.", "down_proj."),
+        ("head.", "lm_head."),
+    ):
+        name = name.replace(mine, other)
+    return f"model.{name}" if name.startswith("norm") else name
 
 
 def eager(model: Any, ids: Tensor, **options: Any) -> list[Tensor]:
@@ -83,9 +118,9 @@ def test_minilm_on_a_padded_batch(minilm: Any, whose: str) -> None:
 @needs("smollm2")
 @pytest.mark.parametrize("whose", ["regard", "transformers"])
 @pytest.mark.slow
-def test_smollm2(smollm2: Any, whose: str) -> None:
+def test_smollm2(both_smollm2: Any, whose: str) -> None:
     """(Thirty layers of float32 differ by rounding between two implementations: both are held to the same maps.)"""
-    ours, theirs = smollm2
+    ours, theirs = both_smollm2
     ids = ours.encode(TEXT)
     check(ours if whose == "regard" else theirs, ids, eager(theirs, ids), atol=1e-5 if whose != "regard" else 2e-4)
 
@@ -94,7 +129,7 @@ def test_smollm2(smollm2: Any, whose: str) -> None:
 @pytest.mark.slow
 def test_smollm2_writing(smollm2: Any) -> None:
     """The map of what it wrote, token by token from its cache, is that of one forward over all of it."""
-    ours, _ = smollm2
+    ours = smollm2
     with regard.watch(ours, measures=["entropy", "received", "induction"]) as seen:
         text = ours.generate(TEXT, 7)
     ids = torch.cat([ours.encode(TEXT), ours.encode(text)], 1)

@@ -146,7 +146,7 @@ def test_biases_by_distance_need_no_plane(instruction_set: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_longer_than_the_caches(options: dict[str, Any], dtype: torch.dtype, instruction_set: str) -> None:
     torch.manual_seed(0)
-    q, k, v = torch.randn(1, 2, 521, 64), torch.randn(1, 1, 2503, 64), torch.randn(1, 1, 2503, 64)
+    q, k, v = torch.randn(1, 2, 131, 64), torch.randn(1, 1, 2503, 64), torch.randn(1, 1, 2503, 64)
     case = Case(q, k, v, options).to(dtype, "transposed")
     assert_accurate(case, case.with_gradients(case.attend("native")), str(options))
 
@@ -396,12 +396,12 @@ def test_it_says_why_not(words: str, made: dict[str, Any]) -> None:
 
 @pytest.mark.system
 def test_memory_is_linear() -> None:
-    """16,384 tokens, forward, backward and statistics; the plane of one head alone would be 1 GB."""
+    """8,192 tokens, forward, backward and statistics; the plane of one head alone would be 256 MB."""
     code = """
 import resource, torch, regard
 from regard.masks import Causal
 torch.set_num_threads(2)
-q = torch.randn(1, 2, 16384, 16, requires_grad=True)
+q = torch.randn(1, 2, 8192, 16, requires_grad=True)
 regard.attend(q[:, :, :64], q[:, :, :64], q[:, :, :64], kernel="native").sum().backward()
 start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 regard.attend(q, q, q, mask=Causal(), dropout=0.1, kernel="native").sum().backward()

@@ -50,7 +50,7 @@ def all_of_it(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, lengths: Tensor, r
     return attend(q, k, v, mask=mask, sinks=sinks, softcap=3.0, bias=[relative, ALIBI])
 
 
-@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiles_as_one_graph(dynamic: bool) -> None:
     relative = RelativeBias(4).double()
     sinks, lengths = normal(4).requires_grad_(), torch.tensor([5, 30])
@@ -87,6 +87,7 @@ def test_compiled_4096_tokens_are_not_unrolled() -> None:
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize("mask", [None, Causal()])
+@pytest.mark.slow
 def test_inductor_compiles_attention(mask: object) -> None:
     q, k, v = (torch.randn(2, 3, 17, 8, requires_grad=True) for _ in range(3))
     compiled = torch.compile(

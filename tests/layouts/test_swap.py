@@ -427,6 +427,7 @@ def test_a_swapped_class_can_be_made_and_reset() -> None:
 
 
 @both
+@pytest.mark.slow
 def test_compiled(split: bool) -> None:
     torch.manual_seed(0)
     theirs = nn.TransformerEncoderLayer(14, 2, 11, batch_first=True, dropout=0.0, dtype=torch.float64)

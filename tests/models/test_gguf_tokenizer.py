@@ -518,6 +518,7 @@ def test_smollm2_as_transformers(ours: Any, theirs: Any, text: str) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(text=st.text(max_size=60))
+@pytest.mark.slow
 def test_smollm2_of_any_text(ours: Any, theirs: Any, text: str) -> None:
     """(Some bytes are not in its vocabulary, so not every text comes back. And transformers, reading a GGUF, does not
     know that numbers are cut into digits: where none of them can merge, that is the same.)"""
@@ -533,6 +534,7 @@ def test_smollm2_cuts_numbers_of_every_script(ours: Any) -> None:
         assert ours.encode(f"a {digit}").ids == ours.encode("a ").ids + ours.encode(digit).ids
 
 
+@pytest.mark.slow
 def test_smollm2_has_every_token_of_the_vocabulary(ours: Any, theirs: Any) -> None:
     assert ours.get_vocab() == theirs.get_vocab()
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.cache.checks import check_shapes
 from regard.cache.kv_cache import KVCache
 from regard.cache.slots import Rotate, Slots, together
 from regard.cache.stored import Segment, Stored, joined
@@ -201,7 +202,7 @@ class HeadCache(KVCache):
         return tuple(stored([pair[i] for pair in parts], self._groups, len(self)) for i in (0, 1))  # type: ignore[return-value]
 
     def _check_heads(self, keys: Tensor, values: Tensor) -> None:
-        KVCache()._check(keys, values)  # their shapes alone
+        check_shapes(keys, values)
         groups = keys.shape[1]
         if groups <= max(self.streaming, default=-1):
             raise bad_value("streaming", expected=f"kv heads below {groups}", received=self.streaming)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from regard.cache.checks import check_alike, check_positions, check_shapes
+from regard.cache.cross_memory import CrossMemory
 from regard.cache.slots import Rotate, Slots, together
 from regard.cache.stored import Segment, Stored, joined, quantize
 from regard.errors import bad_type, bad_value, shape_of
@@ -22,60 +24,6 @@ from regard.masks import Padding
 __all__ = ["KVCache"]
 
 MOST_SEGMENTS = 8  # a fork of a fork of a fork ... copies all to one place when it would have more
-
-
-class _Memory:
-    """What cross attention was given as key and value, (B, M, W) each: known again, but not kept."""
-
-    def __init__(self, key: Tensor, value: Tensor) -> None:
-        self.shapes = (key.shape, value.shape)
-        self.checksums = [_checksum(x) for x in ((key,) if value is key else (key, value))]
-        self.objects: list[tuple[weakref.ref[Tensor], int | None]] | None = _identity(key, value)
-
-    def is_same(self, key: Tensor, value: Tensor) -> bool:
-        """Whether these are the same tensors, unchanged; or others with the same numbers."""
-        if self.shapes != (key.shape, value.shape):
-            return False
-        if not self._are_known(key, value):
-            other = _Memory(key, value)
-            sums, others = ([*each.checksums, each.checksums[-1]][:2] for each in (self, other))
-            if not all(torch.equal(a.to(b.device), b) for a, b in zip(sums, others, strict=True)):
-                return False
-        self.objects = _identity(key, value)  # known at once the next time
-        return True
-
-    def _are_known(self, key: Tensor, value: Tensor) -> bool:
-        known = self.objects or []
-        return len(known) == 2 and all(
-            ref() is x and version == _version(x) for (ref, version), x in zip(known, (key, value), strict=True)
-        )
-
-    def reorder(self, rows: Tensor) -> _Memory:
-        """That of a batch of these rows."""
-        new = object.__new__(_Memory)
-        new.shapes = tuple(torch.Size((len(rows), *shape[1:])) for shape in self.shapes)
-        new.checksums = [x.index_select(0, rows) for x in self.checksums]
-        new.objects = None
-        return new
-
-    def __getstate__(self) -> dict[str, Any]:  # weak references do not travel with copies
-        return {**vars(self), "objects": None}
-
-
-def _version(x: Tensor) -> int | None:
-    """How often it was changed in place, where that is counted: not in inference mode."""
-    return None if x.is_inference() else x._version
-
-
-def _identity(*tensors: Tensor) -> list[tuple[weakref.ref[Tensor], int | None]]:
-    return [(weakref.ref(x), _version(x)) for x in tensors]
-
-
-def _checksum(x: Tensor) -> Tensor:
-    """The bits of each row of x (B, M, W) as one integer, (B,): exact, whatever the order of the sum."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
-    bits = x.detach().contiguous().view(integers).flatten(1).to(torch.int64)
-    return (bits * torch.arange(1, 2 * bits.shape[1], 2, device=x.device)).sum(1)
 
 
 class KVCache:
@@ -140,7 +88,7 @@ class KVCache:
         self._lengths: Tensor | None = None  # (B,), only where rows differ
         self._positions: Tensor | None = None  # (1|B, M), only where the caller gave positions
         self._layer: weakref.ref[object] | None = None  # that filled it
-        self._memory: _Memory | None = None  # that cross attention was given last
+        self._memory: CrossMemory | None = None  # that cross attention was given last
         self._own = False  # whether keys were last made of the queries' own tokens
 
     def __getstate__(self) -> dict[str, Any]:  # a copy may be another layer's
@@ -231,10 +179,10 @@ class KVCache:
         self._layer = weakref.ref(layer)
         if self.complete:
             if self._memory is None and not own:
-                self._memory = _Memory(key, value)
+                self._memory = CrossMemory(key, value)
             return
         self._own = own
-        self._memory = None if own or self.once is False else _Memory(key, value)
+        self._memory = None if own or self.once is False else CrossMemory(key, value)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys (B, G, N, D) and values (B, G, N, E); returns all of them, (B, G, M, D) and (B, G, M, E).
@@ -348,7 +296,7 @@ class KVCache:
             other._gather()
         if rows is not None and self._batch is not None:
             other._batch = rows
-            other._memory = None if self._memory is None else self._memory.reorder(torch.zeros(rows, dtype=torch.long))
+            other._memory = None if self._memory is None else self._memory.repeated(rows)
         return other
 
     def _move(self, memories: list[Tensor]) -> None:
@@ -372,7 +320,7 @@ class KVCache:
         Given positions (N,) or (B, N) are remembered, so that later queries know the positions of these keys.
         """
         if positions is not None:
-            self._check_positions(positions, new)
+            check_positions(positions, new, self._batch)
         if positions is not None or (self._positions is not None and self._length):
             if self._lengths is not None:
                 raise bad_value(
@@ -495,48 +443,14 @@ class KVCache:
             self._memory = self._memory.reorder(rows)
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
-        if keys.dim() != 4 or values.dim() != 4 or keys.shape[:3] != values.shape[:3]:
-            raise bad_value(
-                "cache",
-                expected="keys (B, G, N, D) and values (B, G, N, E)",
-                received=f"{shape_of(keys)} and {shape_of(values)}",
-            )
+        check_shapes(keys, values)
         if self._batch is None:
             return
         held_keys, held_values = self._keys, self._values
         if held_keys is None or held_values is None:
             held_keys, held_values = (part.numbers for part in self._prefix[0])
-        for what, held, new in (("keys", held_keys, keys), ("values", held_values, values)):
-            known, given = (self._batch, held.shape[1], held.shape[3]), (*new.shape[:2], new.shape[3])
-            if known != given:
-                raise bad_value(
-                    f"cached {what}",
-                    expected=f"batch, heads and width {known}",
-                    received=f"{given}",
-                    remedy="one cache per layer and batch",
-                )
-            if self._given != new.dtype or held.device != new.device:
-                raise bad_type(
-                    f"cached {what}",
-                    expected=f"{self._given} on {held.device}",
-                    received=f"{new.dtype} on {new.device}",
-                    remedy="clear() the cache",
-                )
-
-    def _check_positions(self, positions: object, new: int) -> None:
-        expected = f"integers (N,) or (B, N) for {new} new tokens"
-        if not isinstance(positions, Tensor):
-            raise bad_type("positions", expected=expected, received=type(positions).__name__)
-        if positions.is_floating_point() or positions.dtype is torch.bool:
-            raise bad_type("positions", expected=expected, received=f"dtype {positions.dtype}")
-        batch = self._batch
-        rows = positions.shape[0] if positions.dim() == 2 else 1
-        if (
-            positions.dim() not in (1, 2)
-            or positions.shape[-1] != new
-            or (batch is not None and rows not in (1, batch))
-        ):
-            raise bad_value("positions", expected=expected, received=f"shape {shape_of(positions)}")
+        check_alike("keys", held_keys, keys, self._batch, self._given)
+        check_alike("values", held_values, values, self._batch, self._given)
 
     def _reserve(self, stored: list[Tensor], length: int) -> None:
         """Room for `length` tokens: twice as much as now, where it has to grow. What forks read stays where it is, and

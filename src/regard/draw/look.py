@@ -102,11 +102,16 @@ def look(
     if figure is not None:
         draw_figure(seen, path=figure, item=item)
     if show or (show is None and not _in_notebook()):
-        terminal(seen, item=item)
-        texts = [seen.generated] if isinstance(seen.generated, str) else seen.generated or []
-        for generated in texts[item : item + 1] if len(texts) > 1 else texts:
-            print(f"\ngenerated: {printable(generated, lines=True)}")
+        _show(seen, item)
     return seen
+
+
+def _show(seen: Record, item: int) -> None:
+    """The picture of a text in the terminal, and what was generated after it."""
+    terminal(seen, item=item)
+    texts = [seen.generated] if isinstance(seen.generated, str) else seen.generated or []
+    for generated in texts[item : item + 1] if len(texts) > 1 else texts:
+        print(f"\ngenerated: {printable(generated, lines=True)}")
 
 
 def read(

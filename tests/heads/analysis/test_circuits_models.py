@@ -126,12 +126,12 @@ def test_other_models_are_refused() -> None:
 
 @WITH_SMOLLM2
 @pytest.mark.slow
-def test_smollm2() -> None:
+def test_smollm2(smollm2: Any) -> None:
     """The best induction heads copy, by tokens after the first layer; their keys read what the best previous-token head
     writes. Measured: copying 0.823 of 18.6 (number 17 of 270), 0.338 of 17.3 (73) and 0.972 of 23.2 (3), the median
     0.121; -0.980 of 24.4, which suppresses what it attends to. K-composition of 16.0 with 17.3 0.168, of 17.8 with 18.6
     0.175, of random matrices 0.042."""
-    weights = circuits.read(models.load("smollm2", check=False), after=1)
+    weights = circuits.read(smollm2, after=1)
     found = circuits.copying(weights)
     values = torch.cat([*found.scores.values()])
     assert found[18][6] > values.quantile(0.9)

@@ -429,8 +429,8 @@ def test_minilm() -> None:
 
 @WITH["smollm2"]
 @pytest.mark.slow
-def test_smollm2() -> None:
-    model = models.load("smollm2", check=False)
+def test_smollm2(smollm2: Any) -> None:
+    model = smollm2
     right = watch_all(model, SENTENCES, progress=False)
     rows = [model.encode(text)[0].tolist() for text in SENTENCES]
     for side in ("right", "left"):

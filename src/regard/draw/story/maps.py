@@ -67,8 +67,10 @@ class UnitMap:
         for number, (first, last) in enumerate(units):
             place[first:last] = [number] * (last - first)
         self.weights = word_weights(weights, place, len(units))
-        left = weights if panel.aside is None else weights.masked_fill(panel.aside[:, None], 0.0)
-        kept = word_weights(left, place, len(units))
+        left, kept = weights, self.weights
+        if panel.aside is not None:
+            left = weights.masked_fill(panel.aside[:, None], 0.0)
+            kept = word_weights(left, place, len(units))
         whole = kept == self.weights  # (no token of the key is at rest)
         mass = _mass_of_rows(left, place, len(units))
         self.share = torch.where(whole, kept / mass.clamp(min=1e-12), 0.0)

@@ -11,7 +11,6 @@ from heads import hf_models
 from heads.planted import PlantedDecoder, PlantedHead, after_its_copy, on_copies, on_first
 from torch import Tensor
 
-from regard import models
 from regard.heads import probes
 from regard.heads.analysis.probes.copy_suppression import TEXTS
 from regard.heads.interventions.direct_logits import direct_logits
@@ -120,9 +119,9 @@ def test_what_cannot_be_asked() -> None:
 
 @WITH_SMOLLM2
 @pytest.mark.slow
-def test_copy_suppression_in_smollm2() -> None:
+def test_copy_suppression_in_smollm2(smollm2: Any) -> None:
     """Heads 23.3 and 24.4 write against what they attend to, in every text; with equal weights they would less."""
-    result = probes.copy_suppression(models.load("smollm2", check=False))
+    result = probes.copy_suppression(smollm2)
     assert result.best(2) == [("blocks.23.attention", 3), ("blocks.24.attention", 4)]
     for layer, head in result.best(2):
         assert (result.by_run[layer][:, head] < -0.3).all()

@@ -11,7 +11,6 @@ from heads import hf_models
 from heads.oracle_hands import Hand, by_operator
 from torch import Tensor, nn
 
-from regard import models
 from regard.heads.analysis import probes
 from regard.models import EMBEDDED, Decoder, ModelConfig
 
@@ -143,10 +142,9 @@ def test_a_model_without_a_vocabulary() -> None:
 
 @WITH_SMOLLM2
 @pytest.mark.slow
-def test_induction_heads_of_smollm2() -> None:
+def test_induction_heads_of_smollm2(smollm2: Any) -> None:
     """The two that match best, of 270: elsewhere 0.94 and 0.81 were found; by the defaults it is 0.90 and 0.77."""
-    model = models.load("smollm2", check=False)
-    rows = sorted(probes.induction(model).table(), key=lambda row: -row["induction"])
+    rows = sorted(probes.induction(smollm2).table(), key=lambda row: -row["induction"])
     assert len(rows) == 30 * 9
     scores = {(row["layer"], row["head"]): row["induction"] for row in rows}
     top = list(scores)[:3]

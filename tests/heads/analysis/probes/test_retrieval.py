@@ -13,7 +13,6 @@ from heads.planted import PlantedDecoder, PlantedHead, after_its_copy, before, o
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
-from regard import models
 from regard.heads import probes
 from regard.heads.analysis.probes import haystack as stacks
 from regard.heads.analysis.probes.haystack import haystack
@@ -210,15 +209,14 @@ def test_what_cannot_be_asked() -> None:
 
 @WITH_SMOLLM2
 @pytest.mark.slow
-def test_retrieval_heads_of_smollm2() -> None:
+def test_retrieval_heads_of_smollm2(smollm2: Any) -> None:
     """It knows the answers; the two best induction heads are among the ten best of 270, and most of the ten best among
     the twenty best."""
-    model = models.load("smollm2", check=False)
-    result = probes.retrieval(model, lengths=[256], depths=[0.1, 0.5, 0.9])
+    result = probes.retrieval(smollm2, lengths=[256], depths=[0.1, 0.5, 0.9])
     assert result.answered > 0.9
     best = result.best(10)
     assert {("blocks.18.attention", 6), ("blocks.17.attention", 3)} <= set(best)
     assert result["blocks.18.attention"][6] > 0.9
     assert sum((scores > 0.1).sum().item() for scores in result.scores.values()) < 60  # sparse, as Wu et al. find
-    rows = sorted(probes.induction(model).table(), key=lambda row: -row["induction"])
+    rows = sorted(probes.induction(smollm2).table(), key=lambda row: -row["induction"])
     assert len({(row["layer"], row["head"]) for row in rows[:10]} & set(result.best(20))) >= 7

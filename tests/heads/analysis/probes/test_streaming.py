@@ -182,9 +182,9 @@ def test_attention_written_by_hand_is_refused() -> None:
 
 @WITH_SMOLLM2
 @pytest.mark.slow
-def test_streaming_heads_of_smollm2() -> None:
+def test_streaming_heads_of_smollm2(smollm2: Any) -> None:
     """Its best induction heads change most of all, by nearly all that they give."""
-    result = probes.streaming(models.load("smollm2", check=False), seeds=[0])
+    result = probes.streaming(smollm2, seeds=[0])
     last = [(row["layer"], row["head"]) for row in result.table()[-40:]]
     assert {("blocks.18.attention", 6), ("blocks.17.attention", 3)} <= set(last)
     assert result["blocks.18.attention"][6] > 0.5

@@ -12,7 +12,6 @@ from heads.planted import PlantedDecoder, PlantedHead, before
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
-from regard import models
 from regard.heads import probes
 from regard.heads.analysis.probes.successor import LISTS, _ordered, _single_tokens
 from regard.models import EMBEDDED
@@ -138,9 +137,9 @@ def test_what_cannot_be_asked() -> None:
 
 @WITH_SMOLLM2
 @pytest.mark.slow
-def test_a_successor_head_of_smollm2() -> None:
+def test_a_successor_head_of_smollm2(smollm2: Any) -> None:
     """Head 3 of layer 23 counts: most digits become the next one, and none stays itself."""
-    result = probes.successor(models.load("smollm2", check=False), seeds=[0])
+    result = probes.successor(smollm2, seeds=[0])
     assert result.best(1) == [("blocks.23.attention", 3)]
     assert result.by_list()["digits"]["blocks.23.attention"][3] > 0.5
     assert result.more["copies"]["blocks.23.attention"][3] < 0.05

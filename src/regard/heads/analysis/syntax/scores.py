@@ -36,9 +36,14 @@ def word_weights(weights: Tensor, words_of_tokens: Sequence[int], words: int) ->
     tensor([[0.5500, 0.4500],
             [0.2000, 0.8000]])
     """
-    word_of_token = torch.tensor(words_of_tokens, device=weights.device)
-    belongs = (word_of_token == torch.arange(words, device=weights.device)[:, None]).to(weights.dtype)  # (n, N)
-    return belongs / belongs.sum(1, keepdim=True).clamp(min=1) @ (weights @ belongs.mT)
+    # Added where they belong, in N² steps: a product with a matrix of words by tokens has N³. What belongs to no word
+    # is added up behind the last one, and left out.
+    owners = [words if word < 0 else word for word in words_of_tokens]
+    word_of_token = torch.tensor(owners, dtype=torch.long, device=weights.device)
+    count = torch.bincount(word_of_token, minlength=words + 1)[:words].clamp(min=1)  # (n,)
+    rows = weights.new_zeros(*weights.shape[:-2], words + 1, weights.shape[-1]).index_add_(-2, word_of_token, weights)
+    rows = rows[..., :words, :] / count[:, None]  # (..., n, N)
+    return weights.new_zeros(*rows.shape[:-1], words + 1).index_add_(-1, word_of_token, rows)[..., :words]
 
 
 def without_sinks(weights: Tensor) -> Tensor:

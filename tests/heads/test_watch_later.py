@@ -45,6 +45,10 @@ def watched(ids: Tensor, **options: Any) -> regard.Record:
     return seen
 
 
+def first_text(seen: regard.Record, layer: int) -> Any:
+    return seen[layer].text
+
+
 def read(seen: regard.Record) -> list[dict[str, Any]]:
     return [dict(layer.values) for layer in seen]
 
@@ -112,7 +116,7 @@ def test_queries_and_keys_of_our_own_layers_are_kept_as_they_are(monkeypatch: An
     observed = capture.AttentionCapture.describe
 
     def describe(self: Any, *args: Any, **known: Any) -> Any:
-        attention = observed(self, *args, **known)
+        attention: Any = observed(self, *args, **known)
         made.append(attention.call.k)
         assert attention.steady is steady
         return attention
@@ -122,7 +126,7 @@ def test_queries_and_keys_of_our_own_layers_are_kept_as_they_are(monkeypatch: An
     with torch.no_grad(), regard.watch(model) as seen:
         model(ids)
     for layer in range(2):
-        keys = seen[layer].text.keys[0]
+        keys = first_text(seen, layer).keys[0]
         assert torch.equal(keys, made[layer])
         assert (keys.data_ptr() == made[layer].data_ptr()) is steady
 
@@ -148,8 +152,9 @@ def test_a_layer_with_a_cache_is_kept_in_copies(monkeypatch: Any) -> None:
     layer, cache, x = regard.MultiHeadAttention(W, H), regard.KVCache(), torch.randn(B, N, W)
     with torch.no_grad(), regard.watch(layer) as seen:
         layer(x, mask=Causal(), cache=cache)
-    keys = seen[0].text.keys[0]
+    keys = first_text(seen, 0).keys[0]
     before = keys.clone()
     assert cache.keys is not None
     cache.keys.zero_()
-    assert before.any() and torch.equal(keys, before)
+    assert before.any()
+    assert torch.equal(keys, before)

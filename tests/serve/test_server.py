@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 import sys
@@ -20,6 +21,16 @@ import regard.serve
 from regard.serve import routes, server
 
 
+@pytest.fixture
+def no_other_loop():
+    """The main thread without an event loop: tests in a browser leave theirs running in it."""
+    other = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    yield
+    asyncio._set_running_loop(other)
+
+
+@pytest.mark.usefixtures("no_other_loop")
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, SystemExit])
 def test_what_ends_a_program_ends_the_server(monkeypatch, raised):
     """In the main thread, as Ctrl-C and `sys.exit` are; in a job's thread they end the job alone."""

@@ -63,8 +63,10 @@ def test_code_that_may_write_over_a_tensor_is_known(line: str) -> None:
         exec(f"class {name}:\n    def forward(self, x):\n        {first}\n        return x", home)
     assert len(tree_of(bert()).steady) == 2
     writes, reads = (model_tree.forward_code(home[name]) for name in ("Writes", "Reads"))
-    assert writes is not None and reads is not None
-    assert writes.writes and not reads.writes
+    assert writes is not None
+    assert reads is not None
+    assert writes.writes
+    assert not reads.writes
 
 
 class Guest(nn.Module):

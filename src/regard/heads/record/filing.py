@@ -1,8 +1,8 @@
 """From attention calls to the layers of a record: each is measured when it is seen, and filed as a chunk of a sequence.
 
 Filing takes longer than measuring a short text. So a call that begins a new sequence, like others of the same forward,
-waits with its measurements until the record is read. What it is filed with are copies, where the model may write over its
-own tensors meanwhile.
+waits with its measurements until the record is read. What it is filed with are copies, where the model may write over
+its own tensors meanwhile.
 
 Letters: B batch, H query heads, N queries, M keys, E head width of v.
 """

@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regard.errors import bad_type, bad_value, shape_of
+from regard.errors import bad_type, bad_value
 from regard.integrations import diffusers_registry
 from regard.integrations.sdpa import RedirectSdpa, scaled_dot_product_attention
 
@@ -98,7 +98,7 @@ def _refuse(parallel: Any, others: dict[str, Any]) -> None:
             raise bad_value(
                 _WHERE,
                 expected="arguments of attention that it knows",
-                received=f"{name}={shape_of(x) if isinstance(x, Tensor) else x!r}",
+                received=f"{name}={type(x).__name__}",
                 remedy='model.set_attention_backend("native")',
             )
 

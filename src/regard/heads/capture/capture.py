@@ -257,8 +257,11 @@ def _detached(x: Call | Tensor | Subtracted) -> Call | Tensor | Subtracted:
 
 
 def _kind(frame: Frame, shape: tuple[int, ...]) -> Literal["self", "cross"]:
-    """Self or cross attention, by the arguments of the module call; else cross if there are more queries than keys."""
+    """Self or cross attention, by the arguments of the module call; else cross if there are more queries than keys.
+    Joint attention, where all inputs are one sequence, is self attention."""
     cross = frame.looks_elsewhere()
+    if cross and shape[2] == shape[3] and frame.joins(shape[2]):
+        return "self"
     if cross is None and frame.is_handed_heads() and frame.parent is not None:
         cross = frame.parent.looks_elsewhere()
     if cross is None:

@@ -95,12 +95,22 @@ class Frame:
 
     def looks_elsewhere(self) -> bool | None:
         """Whether this is cross attention, by the arguments of the call; None if they do not tell."""
-        known = _other_inputs(type(self.module).forward)
-        if not known:
+        if not _other_inputs(type(self.module).forward):
             return None
-        first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
-        others = [other for name in known if isinstance(other := self.given(name), Tensor)]
+        first, others = self._inputs()
         return any(not same_input(first, other) for other in others)
+
+    def joins(self, length: int) -> bool:
+        """Whether so many tokens are those of all inputs (B, n, W) together: text and image as one sequence."""
+        first, others = self._inputs()
+        inputs = [x for x in (first, *others) if isinstance(x, Tensor) and x.dim() == 3]
+        return len(inputs) == 1 + len(others) > 1 and sum(x.shape[1] for x in inputs) == length
+
+    def _inputs(self) -> tuple[Any, list[Tensor]]:
+        """The first input, and those that keys and values of cross attention are made of."""
+        first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
+        names = _other_inputs(type(self.module).forward)
+        return first, [other for name in names if isinstance(other := self.given(name), Tensor)]
 
     def is_handed_heads(self) -> bool:
         """Whether its inputs are queries, keys and values of heads, so that the input (B, N, W) is not among them."""

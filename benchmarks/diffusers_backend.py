@@ -121,13 +121,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS))
     parser.add_argument("--seconds", type=float, default=6.0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--sides", nargs="*", type=int, default=[16, 32, 64], help="sides of images, in patches")
     parser.add_argument("--json", default=str(Path(__file__).with_name("results") / "diffusers_backend.json"))
     options = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(options.threads)
     print(machine())
     rows: list[dict[str, Any]] = []
     for name in options.models:
-        for what, side in CASES:
+        for what, side in [case for case in CASES if case[1] in options.sides]:
             rows.append(measure(name, what, side, options.seconds))
             print(_line(rows[-1]), flush=True)
             if options.json:

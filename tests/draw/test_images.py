@@ -405,6 +405,18 @@ def test_pillow_is_an_extra(monkeypatch) -> None:
 # What the caller got wrong
 
 
+def test_a_vision_transformer_without_an_image() -> None:
+    words = (
+        r"image: expected an image, for ViTModel reads no text, received None; remedy: look\(model, processor, image="
+    )
+    model, processor = tiny_vision.vit(), tiny_vision.image_processor()
+    for given in ((), (processor,), (processor, "a cat"), ("a cat",)):
+        with pytest.raises(TypeError, match=words):
+            regard.look(model, *given, show=False)
+    seen = regard.look(model, {"pixel_values": torch.randn(1, 3, 21, 35)}, show=False)  # (what it is called on)
+    assert len(seen.layers) == 2
+
+
 @pytest.mark.parametrize(
     "given, error, words",
     [

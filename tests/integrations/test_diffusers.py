@@ -251,7 +251,9 @@ def test_what_it_does_not_know_is_refused() -> None:
     def dispatch(**options: Any) -> Any:
         return attention_dispatch.dispatch_attention_fn(x, x, x, backend="regard", **options)
 
-    with pytest.raises(ValueError, match=r'attention backend "regard": expected arguments .* received window_size=tuple'):
+    with pytest.raises(
+        ValueError, match=r'attention backend "regard": expected arguments .* received window_size=tuple'
+    ):
         dispatch(attention_kwargs={"window_size": (2, 2)})
     with pytest.raises(ValueError, match=r"received sinks=Tensor; remedy: model.set_attention_backend"):
         dispatch(attention_kwargs={"sinks": torch.zeros(H)})

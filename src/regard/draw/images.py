@@ -19,7 +19,17 @@ from regard.draw.image_grid import REMEDY, ImageGrid, VisionTower, patch_grid, v
 from regard.errors import bad_type, bad_value, missing_extra, shape_of
 from regard.heads import LayerRecord, Record
 
-__all__ = ["ImageInputs", "Picture", "encode_image", "extended", "label_layers", "pixels_of", "watched"]
+__all__ = [
+    "ImageInputs",
+    "Picture",
+    "check_reads_text",
+    "encode_image",
+    "extended",
+    "label_layers",
+    "pixels_of",
+    "takes_ids",
+    "watched",
+]
 
 PER_TOKEN = ("attention_mask", "token_type_ids", "mm_token_type_ids")  # of the inputs of a vision-language model
 
@@ -247,6 +257,18 @@ def _check_text(model: nn.Module, processor: Any, text: Any) -> None:
             expected=f"{token!r} once, where the image is read",
             received=f"{text.count(token)} of them",
             remedy=f"{token!r} in the text, or processor.apply_chat_template(..., tokenize=False)",
+        )
+
+
+def check_reads_text(model: nn.Module, given: Any) -> None:
+    """Refuse a text, or nothing but a processor, for a model that reads images alone."""
+    reads_images = takes(model, "pixel_values") and not takes_ids(model)
+    if reads_images and (given is None or isinstance(given, str) or callable(getattr(given, "preprocess", None))):
+        raise bad_type(
+            "image",
+            expected=f"an image, for {type(model).__name__} reads no text",
+            received="None",
+            remedy="look(model, processor, image=image)",
         )
 
 

@@ -99,7 +99,7 @@ def measure(name: str, what: str, side: int, seconds: float) -> dict[str, Any]:
     title, build = MODELS[name]
     torch.manual_seed(0)
     model, inputs = build(side)
-    model.train(what == "train")
+    model.eval()  # (in training DiT drops labels, each time others)
 
     def step(set_up: Callable[[Any], Any]) -> Tensor:
         set_up(model)  # (microseconds; both are the same model)

@@ -6,7 +6,6 @@ Letters: B batch, N tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +27,6 @@ __all__ = [
     "label_layers",
     "pixels_of",
     "takes_ids",
-    "watched",
 ]
 
 PER_TOKEN = ("attention_mask", "token_type_ids", "mm_token_type_ids")  # of the inputs of a vision-language model
@@ -102,16 +100,6 @@ def extended(encoded: ImageInputs, new: list[int]) -> ImageInputs:
     return ImageInputs(inputs, encoded.pixels, encoded.tower, encoded.tokenizer)
 
 
-def watched(
-    encoded: ImageInputs, layers: str | Iterable[str] | Callable[[str], bool] | None
-) -> str | Iterable[str] | Callable[[str], bool] | None:
-    """Which layers to watch: not those of an image encoder that sorts its patches into windows, if none were named."""
-    tower = encoded.tower
-    if layers is None and tower.name and tower.windowed:
-        return lambda name: not tower.has(name)
-    return layers
-
-
 def label_layers(model: nn.Module, encoded: ImageInputs, seen: Record) -> None:
     """Set a record's tokens, and where each layer's patches are."""
     tower, inputs = encoded.tower, encoded.inputs
@@ -133,8 +121,6 @@ def label_layers(model: nn.Module, encoded: ImageInputs, seen: Record) -> None:
         if pooling:  # (as SigLIP has it: learned queries over all patches)
             _check_layers(pooling, len(sides["image"]), grid)
             sides["text"] = [f"[PROBE{i}]" for i in range(pooling[0].num_queries)]
-    elif tower.windowed:
-        seen.unseen[tower.name or "model"] = "it sorts patches into windows: their places are not known"
     if of_text:
         words = encoded.words()
         if _reads_image_in_text(model):

@@ -26,7 +26,7 @@ from regard.draw.encoding import (
     tokens_known,
 )
 from regard.draw.figure import figure as draw_figure
-from regard.draw.images import check_reads_text, encode_image, extended, label_layers, watched
+from regard.draw.images import check_reads_text, encode_image, extended, label_layers
 from regard.draw.page import page
 from regard.draw.progress import ForwardProgress, part_of
 from regard.draw.terminal.views import terminal
@@ -183,7 +183,7 @@ def _read_image(
             new = written[0, encoded.inputs["input_ids"].shape[1] :].tolist()
             generated = decode(encoded.tokenizer, [new], several=False)
             encoded = extended(encoded, new[:-1])  # the last token is generated, not read
-        with watch(model, measures=measures, layers=watched(encoded, layers), keep="qkv") as seen, passes.forwards(1):
+        with watch(model, measures=measures, layers=layers, keep="qkv") as seen, passes.forwards(1):
             output = run(model, encoded.inputs)
         label_layers(model, encoded, seen)
         decoder = _decoder(encoded.tokenizer if encoded.has_text else None)

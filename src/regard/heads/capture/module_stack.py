@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from torch.utils.hooks import RemovableHandle
 
 from regard.heads.capture.model_tree import tree_of
 from regard.heads.module_names import CROSS_ATTENTION_INPUTS, NOT_TOKEN_IDS
+
+if TYPE_CHECKING:
+    from regard.kernels import Call
 
 __all__ = ["Frame", "ModuleStack"]
 
@@ -42,6 +45,7 @@ class Frame:
     unseen: bool = False  # it computed attention that could not be read
     changed: bool = False  # heads of handwritten attention were changed in it
     silent: list[str] = field(default_factory=list)  # modules with an attention-like name in it, of which none was seen
+    windows: list[tuple[Call, Tensor]] = field(default_factory=list)  # of an attention in windows, with their outputs
     _ids: list[Tensor] | None = None  # what `token_ids` gives, once it was asked
 
     def tell(self) -> None:

@@ -120,7 +120,7 @@ def _reader_of_image(name: str, dtype: str | None, path: Path, generate: int) ->
 def _write_figure(seen: lens.Record, png: Path, layer: int | None, head: int | None) -> None:
     """The figure. Of a layer that saw a picture, over it: what the first token looks at; of a text, the last."""
     name = None if layer is None or not 0 <= layer < len(seen.layers) else seen.layers[layer]
-    if seen.image is not None and name in seen.image.grids:
+    if seen.image is not None and name is not None and name in seen.image.grids:
         grid, tokens = seen.image.grids[name], seen[name].num_queries
         draw.image(seen, name, head, 0 if len(grid.labels()) == tokens else tokens - 1, path=png)
     else:

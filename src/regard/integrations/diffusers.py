@@ -114,7 +114,7 @@ class Processor:
     processor: Any
 
     def __new__(cls, processor: Any) -> Processor:
-        return super().__new__(_with_parameters_of(type(processor)))
+        return object.__new__(_with_parameters_of(type(processor)))
 
     def __init__(self, processor: Any) -> None:
         if isinstance(processor, nn.Module):

@@ -66,7 +66,8 @@ def test_what_the_reference_names_exists() -> None:
     named = [line for page in (DOCS / "api").glob("*.md") for line in re.findall(r"^::: (.+)$", page.read_text(), re.M)]
     assert len(named) == len(set(named)) > 50
     for path in named:
-        if not path.startswith("regard.integrations.transformers"):  # (its import takes seconds; the site has it)
+        # (the import of others' libraries takes seconds; the site has them)
+        if not path.startswith(("regard.integrations.transformers", "regard.integrations.diffusers")):
             assert pkgutil.resolve_name(path).__doc__, path
 
 
@@ -86,8 +87,9 @@ def test_a_page_runs_and_prints_what_it_says(page: Path, tmp_path: Path, monkeyp
     for model in EMBEDDED:
         if f'load("{model}")' in text and EMBEDDED[model].installed() is None:
             pytest.skip(f"the weights of {model} are not installed")
-    if "import transformers" in text:
-        pytest.importorskip("transformers", reason="transformers is not installed")
+    for package in ("transformers", "diffusers"):
+        if f"import {package}" in text:
+            pytest.importorskip(package, reason=f"{package} is not installed")
     monkeypatch.chdir(tmp_path)  # it writes files
     names: dict[str, object] = {}
     printed = ""

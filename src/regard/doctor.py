@@ -36,6 +36,7 @@ _EXTRAS = {
     "models": ("safetensors", "tokenizers", "gguf"),
     "cli": ("typer", "rich"),
     "draw": ("matplotlib",),
+    "diffusers": ("diffusers",),
     "serve": ("starlette", "uvicorn"),
     "tables": ("pandas",),
     "gpu": ("triton",),

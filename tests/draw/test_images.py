@@ -136,12 +136,54 @@ def test_qwen2_vl() -> None:
         torch.testing.assert_close(layer.weights(), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_an_encoder_that_sorts_patches_into_windows_is_left_out() -> None:
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "regard"])
+def test_an_encoder_that_sorts_patches_into_windows(implementation: str) -> None:
+    """Qwen2.5-VL: 4 x 6 patches in squares of four, in windows of two by two squares; the second layer sees all."""
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import apply_rotary_pos_emb_vision
+
+    import regard.integrations.transformers
+
     text = "what is <start> <image> <end> this ?"
-    seen = regard.look(tiny_vision.qwen2_5_vl(), tiny_vision.QwenProcessor(), text, image=picture(28, 42), show=False)
-    assert seen.layers == ["model.language_model.layers.0.self_attn", "model.language_model.layers.1.self_attn"]
-    assert seen.tokens == ["what", "is", "<start>", *places(2, 3), "<end>", "this", "?"]
-    assert "windows" in seen.unseen["model.visual"]
+    model, processor = tiny_vision.qwen2_5_vl(), tiny_vision.QwenProcessor()
+    model.set_attn_implementation(implementation)
+    seen = regard.look(model, processor, text, image=picture(28, 42), show=False)
+    tower = [f"model.visual.blocks.{i}.attn" for i in range(2)]
+    assert seen.layers[:2] == tower
+    assert not seen.unseen
+    of_image, of_text = seen.tokens
+    assert of_text == ["what", "is", "<start>", *places(2, 3), "<end>", "this", "?"]
+    assert sorted(of_image) == sorted(places(4, 6))
+    assert sorted(of_image[:16]) == sorted(f"r{row}c{col}" for row in range(4) for col in range(4))  # the first window
+    inputs = processor(text=[text], images=Image.fromarray(picture(28, 42)), return_tensors="pt")
+    given: list[dict[str, torch.Tensor]] = []
+    hooks = [
+        block.attn.register_forward_pre_hook(
+            lambda _, args, call: given.append(call | {"x": args[0]}), with_kwargs=True
+        )
+        for block in model.model.visual.blocks
+    ]
+    with torch.no_grad():
+        right = model(**inputs).logits
+        for hook in hooks:
+            hook.remove()
+        with regard.watch(model):
+            torch.testing.assert_close(model(**inputs).logits, right, atol=1e-5, rtol=1e-4)
+    assert len(given) == 2
+    for name, block, call in zip(tower, model.model.visual.blocks, given, strict=True):
+        # The patches stand where the encoder has them: angles of one row are the same, and those of one column.
+        cos, grid = call["position_embeddings"][0], seen.image.grids[name]
+        rows, columns = cos[grid.positions()][..., :2], cos[grid.positions()][..., 2:4]  # (4, 6, 2)
+        assert torch.equal(rows, rows[:, :1].expand_as(rows))
+        assert torch.equal(columns, columns[:1].expand_as(columns))
+        assert not torch.equal(rows, rows[:1].expand_as(rows))
+        # The weights are those of each window alone.
+        x = block.attn.qkv(call["x"]).view(24, 3, 2, 8).permute(1, 2, 0, 3)
+        q, k = apply_rotary_pos_emb_vision(*(y.transpose(0, 1) for y in x[:2]), *call["position_embeddings"])
+        which = torch.bucketize(torch.arange(24), call["cu_seqlens"][1:], right=True)
+        scores = (q.transpose(0, 1) @ k.permute(1, 2, 0)) * 8**-0.5
+        expected = scores.masked_fill(which[:, None] != which, -float("inf")).softmax(-1)
+        torch.testing.assert_close(seen[name].weights()[0], expected, atol=1e-5, rtol=1e-4)
+    assert call["cu_seqlens"].numel() == 2 < given[0]["cu_seqlens"].numel()
 
 
 def test_two_towers_have_tokens_of_their_own() -> None:
@@ -403,6 +445,18 @@ def test_pillow_is_an_extra(monkeypatch) -> None:
 
 
 # What the caller got wrong
+
+
+def test_a_vision_transformer_without_an_image() -> None:
+    words = (
+        r"image: expected an image, for ViTModel reads no text, received None; remedy: look\(model, processor, image="
+    )
+    model, processor = tiny_vision.vit(), tiny_vision.image_processor()
+    for given in ((), (processor,), (processor, "a cat"), ("a cat",)):
+        with pytest.raises(TypeError, match=words):
+            regard.look(model, *given, show=False)
+    seen = regard.look(model, {"pixel_values": torch.randn(1, 3, 21, 35)}, show=False)  # (what it is called on)
+    assert len(seen.layers) == 2
 
 
 @pytest.mark.parametrize(

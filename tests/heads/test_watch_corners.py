@@ -365,6 +365,21 @@ def test_cross_attention_by_another_name() -> None:
     assert watched(WithMemory(drawn(Fused({}))), x, y)["layer"].kind == "cross"
 
 
+class Joint(Hand):
+    """Text and image as one sequence: to the text, `encoder_hidden_states` is no memory."""
+
+    def forward(self, x: Tensor, encoder_hidden_states: Tensor) -> Tensor:
+        both = torch.cat([encoder_hidden_states, x], 1)
+        return super().forward(both, both)[:, encoder_hidden_states.shape[1] :]
+
+
+def test_joint_attention_is_self_attention() -> None:
+    model, x = made(Joint(by_operator)), noise(B, N, W)
+    for text in (3, N):
+        layer = watched(model, x, noise(B, text, W, seed=8))["layer"]
+        assert (layer.kind, layer.shape[2:]) == ("self", (N + text, N + text))
+
+
 class Placed(nn.Module):
     """As in DETR: positions are added to q and k anew, and not to v."""
 

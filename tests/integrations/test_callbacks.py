@@ -87,8 +87,39 @@ def test_trainer_with_a_model_without_attention(tmp_path: Any) -> None:
     )
     callback = callbacks.trainer_callback(every=1)
     trainer = transformers.Trainer(model=Plain(), args=arguments, train_dataset=dataset(8), callbacks=[callback])
-    with pytest.raises(ValueError, match="watch: expected attention inside the block, saw none: the model ran, and"):
+    words = (
+        "monitor: expected attention in a training step of Plain, received none: the model ran, and .*; remedy: moni"
+    )
+    with pytest.raises(ValueError, match=words):
         trainer.train()
+    assert not trainer.model._forward_hooks  # (it was removed)
+
+
+def test_lightning_with_a_module_without_attention(recwarn: Any) -> None:
+    lightning = pytest.importorskip("pytorch_lightning", reason="Lightning is not installed")
+
+    class Plain(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.linear(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    callback = callbacks.lightning_callback(every=1)
+    trainer = lightning.Trainer(max_steps=1, accelerator="cpu", callbacks=[callback], **quiet)
+    words = "monitor: expected attention in a training step of Plain, received none: no module in it that could compute"
+    with pytest.raises(ValueError, match=words):
+        trainer.fit(Plain(), torch.utils.data.DataLoader(torch.randn(2, 3)))
 
 
 def test_lightning(tmp_path: Any, recwarn: Any) -> None:

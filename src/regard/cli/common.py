@@ -30,10 +30,15 @@ Check = Annotated[bool, typer.Option("--check/--no-check", help="Compare embedde
 
 def load_model(name: str, dtype: str | None, check: bool) -> Any:
     """A model with its weights; a bar shows the progress."""
-    if dtype is not None and dtype not in DTYPES:
-        raise bad_value("dtype", expected=f"one of {', '.join(DTYPES)}", received=repr(dtype))
-    torch_dtype = None if dtype is None else DTYPES[dtype]
-    return models.load(name, dtype=torch_dtype, check=check, progress=partial(track, what=f"Loading {name}"))
+    given = {"dtype": dtype_of(dtype), "check": check}
+    return models.load(name, **given, progress=partial(track, what=f"Loading {name}"))
+
+
+def dtype_of(name: str | None) -> torch.dtype | None:
+    """A dtype by its name."""
+    if name is not None and name not in DTYPES:
+        raise bad_value("dtype", expected=f"one of {', '.join(DTYPES)}", received=repr(name))
+    return None if name is None else DTYPES[name]
 
 
 def text_of(argument: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import tempfile
 import webbrowser
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +15,9 @@ import typer
 
 from regard import draw, models
 from regard import heads as lens
-from regard.cli import common
+from regard.cli import common, images
 from regard.cli.common import Check, Dtype, Model, Text, heads_of
+from regard.draw.images import takes_ids
 from regard.errors import bad_value, printable
 from regard.heads.analysis.atlas import atlas as packaged_atlas
 from regard.heads.progress import progress_bar
@@ -26,8 +29,12 @@ CHANGED = ("layer", "head", "change", "query", "key", "before", "after")  # what
 
 
 def look(
-    text: Text,
+    text: Annotated[str | None, typer.Argument(help="A text, a file with one, or - for standard input.")] = None,
     model: Model = "minilm",
+    image: Annotated[
+        Path | None,
+        typer.Option(help="A picture, for a folder with a vision or vision-language model of transformers."),
+    ] = None,
     layer: Annotated[int | None, typer.Option(help="All heads of this layer, large.")] = None,
     head: Annotated[int | None, typer.Option(help="This head of the layer, with its strongest links.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write the page, one file that opens anywhere.")] = None,
@@ -45,36 +52,80 @@ def look(
     dtype: Dtype = None,
     check: Check = True,
 ) -> None:
-    """What every head attends to: a picture in the terminal at once, the page and a figure on request."""
+    """What every head attends to: a picture in the terminal at once, the page and a figure on request.
+
+    With --image, what the heads of a vision model attend to in a picture; --png with --layer draws it over it."""
     if head is not None and layer is None:
         raise bad_value("head", expected="a layer with it", received="none", remedy="--layer 0 --head 2")
-    first, second = common.text_of(text), None if against is None else common.text_of(against)
-    loaded = common.load_model(model, dtype, check)
-    new_tokens = generate if isinstance(loaded, models.Decoder) else 0
-
-    def read(text: str) -> lens.Record:
-        with progress_bar("Looking") as progress:
-            seen = draw.read(loaded, None, text, generate=new_tokens, progress=progress)
-        seen.treebank = treebank
-        return seen
-
+    if text is None and image is None:
+        raise bad_value("text", expected="a text, or a picture by --image", received="none")
+    first, second = common.text_of(text or ""), None if against is None else common.text_of(against)
+    if image is None:
+        read = _reader_of_text(common.load_model(model, dtype, check), generate, treebank)
+    else:
+        if treebank is not None:
+            raise bad_value("--treebank", expected="none with --image", received=str(treebank))
+        read = _reader_of_image(model, dtype, image, generate)
+    title = _short(first) or (image.name if image is not None else "")
     seen = read(first)
     draw.terminal(seen, layer=layer, head=head)
     if seen.generated is not None:
         common.out.print(f"\ngenerated: {printable(seen.generated, lines=True)}", markup=False)
-    records = {_short(first): seen}
+    records = {title: seen}
     if second is not None:
         records[_short(second)] = read(second)
     if without:
-        with lens.ablate(loaded, {**heads_of(without)}):
+        with lens.ablate(read.model, {**heads_of(without)}):
             records[f"without {', '.join(without)}"] = read(first)
     for name, other in list(records.items())[1:]:
         _print_changes(seen, other, name)
     if png is not None:
-        draw.figure(seen, path=png, layer=layer, head=head)
-        common.aside.print(f"figure: {png}", markup=False)
+        _write_figure(seen, png, layer, head)
     if html is not None or open_page:
-        _write_page(records, html, f"{model}: {_short(first, 60)}", open_page)
+        _write_page(records, html, f"{model}: {_short(first, 60) or title}", open_page)
+
+
+@dataclass
+class _Reader:
+    """Reads texts (and an image) with a model: `reader(text)` gives the record."""
+
+    model: Any
+    options: Callable[[str], dict[str, Any]]
+    treebank: Path | None = None
+
+    def __call__(self, text: str) -> lens.Record:
+        with progress_bar("Looking") as progress:
+            seen = draw.read(self.model, **self.options(text), progress=progress)
+        seen.treebank = self.treebank
+        return seen
+
+
+def _reader_of_text(model: Any, generate: int, treebank: Path | None) -> _Reader:
+    new_tokens = generate if isinstance(model, models.Decoder) else 0
+    return _Reader(model, lambda text: {"text": text, "generate": new_tokens}, treebank)
+
+
+def _reader_of_image(name: str, dtype: str | None, path: Path, generate: int) -> _Reader:
+    picture = images.open_picture(path)
+    model, processor = images.load_image_model(name, common.dtype_of(dtype))
+    generates = takes_ids(model) and getattr(model, "can_generate", lambda: False)()
+
+    def options(text: str) -> dict[str, Any]:
+        said = images.with_image_token(processor, text) if text and takes_ids(model) else text or None
+        return {"tokenizer": processor, "text": said, "image": picture, "generate": generate if generates else 0}
+
+    return _Reader(model, options)
+
+
+def _write_figure(seen: lens.Record, png: Path, layer: int | None, head: int | None) -> None:
+    """The figure. Of a layer that saw a picture, over it: what the first token looks at; of a text, the last."""
+    name = None if layer is None or not 0 <= layer < len(seen.layers) else seen.layers[layer]
+    if seen.image is not None and name is not None and name in seen.image.grids:
+        grid, tokens = seen.image.grids[name], seen[name].num_queries
+        draw.image(seen, name, head, 0 if len(grid.labels()) == tokens else tokens - 1, path=png)
+    else:
+        draw.figure(seen, path=png, layer=layer, head=head)
+    common.aside.print(f"figure: {png}", markup=False)
 
 
 def _print_changes(seen: lens.Record, other: lens.Record, name: str, top: int = 8) -> None:

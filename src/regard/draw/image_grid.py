@@ -34,6 +34,8 @@ class ImageGrid:
         first: the position of the first patch.
         block: patches come in squares of `block * block`, row by row within a square (image encoders of Qwen-VL);
             1 for row by row over the whole image.
+        order: which square stands first in the sequence, which second, and so on, where they are not row by row: the
+            image encoder of Qwen2.5-VL has them window by window.
         names: what the tokens before the patches are called, the last of them stands directly before the first patch.
 
     >>> grid = ImageGrid(2, 3, first=1, names=("[CLS]",))
@@ -48,6 +50,7 @@ class ImageGrid:
     first: int = 0
     block: int = 1
     names: tuple[str, ...] = ()
+    order: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("rows", 1), ("cols", 1), ("first", 0), ("block", 1)):
@@ -57,6 +60,10 @@ class ImageGrid:
         if self.rows % self.block or self.cols % self.block:
             received = f"{self.rows} rows and {self.cols} cols"
             raise bad_value("ImageGrid", expected=f"rows and cols that {self.block} divides", received=received)
+        squares = self.count // self.block**2
+        if self.order and sorted(self.order) != list(range(squares)):
+            expected = f"each of the {squares} squares once"
+            raise bad_value("ImageGrid order", expected=expected, received=f"{self.order!s:.40}")
         if len(self.names) > self.first:
             expected = f"at most {self.first}, for so many tokens stand before the patches"
             raise bad_value("ImageGrid names", expected=expected, received=str(len(self.names)))
@@ -76,9 +83,14 @@ class ImageGrid:
 
         >>> ImageGrid(2, 4, first=5, block=2).positions().tolist()
         [[5, 6, 9, 10], [7, 8, 11, 12]]
+        >>> ImageGrid(1, 3, order=(2, 0, 1)).positions().tolist()
+        [[1, 2, 0]]
         """
         size = self.block
-        squares = torch.arange(self.count).view(self.rows // size, self.cols // size, size, size)
+        squares = torch.arange(self.count).view(-1, size, size)
+        if self.order:
+            squares = squares[torch.tensor(self.order).argsort()]
+        squares = squares.view(self.rows // size, self.cols // size, size, size)
         return squares.transpose(1, 2).reshape(self.rows, self.cols) + self.first
 
     def position(self, row: int, col: int) -> int:
@@ -148,10 +160,16 @@ class VisionTower(NamedTuple):
         """Whether a layer is in it, by name."""
         return not self.name or layer == self.name or layer.startswith(f"{self.name}.")
 
-    @property
-    def windowed(self) -> bool:
-        """Whether it sorts patches into windows, so that their order is not that of the grid (Qwen2.5-VL)."""
-        return getattr(self.config, "fullatt_block_indexes", None) is not None
+    def order(self, rows: int, cols: int) -> tuple[int, ...]:
+        """The order of squares of patches, (rows, cols) of them, where windows of squares follow each other
+        (Qwen2.5-VL); () for row by row."""
+        if getattr(self.config, "fullatt_block_indexes", None) is None:
+            return ()
+        config = self.config
+        side = config.window_size // config.spatial_merge_size // config.patch_size  # of a window, in squares
+        squares = torch.arange(rows * cols).view(rows, cols)
+        windows = [part for band in squares.split(side, 0) for part in band.split(side, 1)]
+        return tuple(torch.cat([window.flatten() for window in windows]).tolist())
 
     def special_tokens(self) -> tuple[str, ...]:
         """The tokens before the patches, by the parameters that they are: a class token, registers."""
@@ -192,7 +210,7 @@ def patch_grid(model: nn.Module, inputs: Mapping[str, Any], *, tower: bool = Fal
     >>> model.config = SimpleNamespace(patch_size=16, num_register_tokens=2)
     >>> model.cls_token = torch.nn.Parameter(torch.zeros(1, 1, 8))
     >>> patch_grid(model, {"pixel_values": torch.zeros(1, 3, 32, 48)})
-    ImageGrid(rows=2, cols=3, first=3, block=1, names=('[CLS]', '[REG0]', '[REG1]'))
+    ImageGrid(rows=2, cols=3, first=3, block=1, names=('[CLS]', '[REG0]', '[REG1]'), order=())
     """
     if not isinstance(model, nn.Module):
         raise bad_type("model", expected="an nn.Module", received=type(model).__name__)
@@ -206,7 +224,8 @@ def patch_grid(model: nn.Module, inputs: Mapping[str, Any], *, tower: bool = Fal
     image_id = getattr(config, "image_token_index", None) if image_id is None else image_id
     if tower or image_id is None:
         names = vision.special_tokens()
-        return ImageGrid(rows, cols, len(names), merge if "image_grid_thw" in inputs else 1, names)
+        block = merge if "image_grid_thw" in inputs else 1
+        return ImageGrid(rows, cols, len(names), block, names, vision.order(rows // block, cols // block))
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.dim() != 2:
         received = "none" if ids is None else type(ids).__name__

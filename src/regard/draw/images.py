@@ -6,7 +6,6 @@ Letters: B batch, N tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +18,16 @@ from regard.draw.image_grid import REMEDY, ImageGrid, VisionTower, patch_grid, v
 from regard.errors import bad_type, bad_value, missing_extra, shape_of
 from regard.heads import LayerRecord, Record
 
-__all__ = ["ImageInputs", "Picture", "encode_image", "extended", "label_layers", "pixels_of", "watched"]
+__all__ = [
+    "ImageInputs",
+    "Picture",
+    "check_reads_text",
+    "encode_image",
+    "extended",
+    "label_layers",
+    "pixels_of",
+    "takes_ids",
+]
 
 PER_TOKEN = ("attention_mask", "token_type_ids", "mm_token_type_ids")  # of the inputs of a vision-language model
 
@@ -92,16 +100,6 @@ def extended(encoded: ImageInputs, new: list[int]) -> ImageInputs:
     return ImageInputs(inputs, encoded.pixels, encoded.tower, encoded.tokenizer)
 
 
-def watched(
-    encoded: ImageInputs, layers: str | Iterable[str] | Callable[[str], bool] | None
-) -> str | Iterable[str] | Callable[[str], bool] | None:
-    """Which layers to watch: not those of an image encoder that sorts its patches into windows, if none were named."""
-    tower = encoded.tower
-    if layers is None and tower.name and tower.windowed:
-        return lambda name: not tower.has(name)
-    return layers
-
-
 def label_layers(model: nn.Module, encoded: ImageInputs, seen: Record) -> None:
     """Set a record's tokens, and where each layer's patches are."""
     tower, inputs = encoded.tower, encoded.inputs
@@ -123,8 +121,6 @@ def label_layers(model: nn.Module, encoded: ImageInputs, seen: Record) -> None:
         if pooling:  # (as SigLIP has it: learned queries over all patches)
             _check_layers(pooling, len(sides["image"]), grid)
             sides["text"] = [f"[PROBE{i}]" for i in range(pooling[0].num_queries)]
-    elif tower.windowed:
-        seen.unseen[tower.name or "model"] = "it sorts patches into windows: their places are not known"
     if of_text:
         words = encoded.words()
         if _reads_image_in_text(model):
@@ -247,6 +243,18 @@ def _check_text(model: nn.Module, processor: Any, text: Any) -> None:
             expected=f"{token!r} once, where the image is read",
             received=f"{text.count(token)} of them",
             remedy=f"{token!r} in the text, or processor.apply_chat_template(..., tokenize=False)",
+        )
+
+
+def check_reads_text(model: nn.Module, given: Any) -> None:
+    """Refuse a text, or nothing but a processor, for a model that reads images alone."""
+    reads_images = takes(model, "pixel_values") and not takes_ids(model)
+    if reads_images and (given is None or isinstance(given, str) or callable(getattr(given, "preprocess", None))):
+        raise bad_type(
+            "image",
+            expected=f"an image, for {type(model).__name__} reads no text",
+            received="None",
+            remedy="look(model, processor, image=image)",
         )
 
 

@@ -26,7 +26,7 @@ from regard.draw.encoding import (
     tokens_known,
 )
 from regard.draw.figure import figure as draw_figure
-from regard.draw.images import encode_image, extended, label_layers, watched
+from regard.draw.images import check_reads_text, encode_image, extended, label_layers
 from regard.draw.page import page
 from regard.draw.progress import ForwardProgress, part_of
 from regard.draw.terminal.views import terminal
@@ -134,6 +134,7 @@ def read(
         raise bad_value("generate", expected="a number of tokens from 0", received=repr(generate))
     if image is not None:
         return _read_image(model, tokenizer, text, image, target, generate, measures, layers, progress)
+    check_reads_text(model, tokenizer if text is None else text)
     if text is None and tokenizer is not None and not is_tokenizer(tokenizer):
         tokenizer, text = None, tokenizer  # look(model, text)
     if text is None or is_tokenizer(text):
@@ -187,7 +188,7 @@ def _read_image(
             new = written[0, encoded.inputs["input_ids"].shape[1] :].tolist()
             generated = decode(encoded.tokenizer, [new], several=False)
             encoded = extended(encoded, new[:-1])  # the last token is generated, not read
-        with watch(model, measures=measures, layers=watched(encoded, layers), keep="qkv") as seen, passes.forwards(1):
+        with watch(model, measures=measures, layers=layers, keep="qkv") as seen, passes.forwards(1):
             output = run(model, encoded.inputs)
         label_layers(model, encoded, seen)
         decoder = _decoder(encoded.tokenizer if encoded.has_text else None)

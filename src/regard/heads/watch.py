@@ -113,6 +113,9 @@ class watch(AttentionCapture):
         self.filing.failed(self.frames.forwards)
 
     def _saw_nothing(self) -> ValueError:
+        return ValueError(f"watch: expected attention inside the block, saw none: {self._why_nothing()}")
+
+    def _why_nothing(self) -> str:
         frames = self.frames
         modules = frames.modules
         if self.filing.unwanted:
@@ -133,7 +136,7 @@ class watch(AttentionCapture):
         if self.unseen:
             why = "; ".join(f"{name}: {reason}" for name, reason in list(self.unseen.items())[:3])
             why += f"; and {len(self.unseen) - 3} more" if len(self.unseen) > 3 else ""
-        return ValueError(f"watch: expected attention inside the block, saw none: {why}")
+        return why
 
 
 def _filter(layers: str | Iterable[str] | Callable[[str], bool] | None) -> Callable[[str], bool]:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type
-from regard.heads.capture import huggingface, unseen
+from regard.heads.capture import huggingface, unseen, windows
 from regard.heads.capture.closed_modules import ClosedModules
 from regard.heads.capture.eager_mode import eager_mode
 from regard.heads.capture.function_modes import CaptureMode, follow_other_thread
@@ -42,6 +42,7 @@ from regard.heads.capture.streams import Streams
 from regard.heads.capture.torch_functions import AttendObserver, handler_of
 from regard.heads.capture.transformers_functions import capture_function
 from regard.kernels import Call
+from regard.kernels.run import run_unobserved
 from regard.tracing import is_eager, traced
 
 __all__ = ["AttentionCapture"]
@@ -187,6 +188,9 @@ class AttentionCapture:
 
     def report(self, frame: Frame, attention: ObservedCall, output: Tensor) -> Tensor:
         """Call `see` for an attention with the output (B, H, N, E). Returns the output, perhaps changed."""
+        if not self.changes and windows.is_window(frame, attention):
+            windows.collect(self, frame, attention, output.detach())
+            return output
         with torch.no_grad(), torch._C.DisableTorchFunction():
             attention.output = output.detach()
             self.projections.find(attention, frame)
@@ -212,6 +216,12 @@ class AttentionCapture:
         the model calls has to give it: because the layer was not asked for, or because a query sees nothing. (What such
         a query gets is for each function to say: 0, NaN or a mean of values. With `any_row` it is 0, as in `attend`.)
         """
+        if windows.is_window(frame, attention):
+            assert attention.call is not None
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                output = run_unobserved(attention.call)
+                windows.collect(self, frame, attention, output)
+            return output
         attention.to_compute = True
         with torch.no_grad(), torch._C.DisableTorchFunction():
             self.projections.find(attention, frame)
@@ -267,8 +277,11 @@ def _detached(x: Call | Tensor | Subtracted) -> Call | Tensor | Subtracted:
 
 
 def _kind(frame: Frame, shape: tuple[int, ...]) -> Literal["self", "cross"]:
-    """Self or cross attention, by the arguments of the module call; else cross if there are more queries than keys."""
+    """Self or cross attention, by the arguments of the module call; else cross if there are more queries than keys.
+    Joint attention, where all inputs are one sequence, is self attention."""
     cross = frame.looks_elsewhere()
+    if cross and shape[2] == shape[3] and frame.joins(shape[2]):
+        return "self"
     if cross is None and frame.is_handed_heads() and frame.parent is not None:
         cross = frame.parent.looks_elsewhere()
     if cross is None:

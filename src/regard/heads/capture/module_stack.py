@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from threading import get_ident
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from torch.utils.hooks import RemovableHandle
 from regard.heads.capture.model_tree import tree_of
 from regard.heads.module_names import CROSS_ATTENTION_INPUTS, NOT_TOKEN_IDS
 from regard.masks import Mask
+
+if TYPE_CHECKING:
+    from regard.kernels import Call
 
 __all__ = ["Frame", "ModuleStack"]
 
@@ -43,6 +46,7 @@ class Frame:
     unseen: bool = False  # it computed attention that could not be read
     changed: bool = False  # heads of handwritten attention were changed in it
     silent: list[str] = field(default_factory=list)  # modules with an attention-like name in it, of which none was seen
+    windows: list[tuple[Call, Tensor]] = field(default_factory=list)  # of an attention in windows, with their outputs
     _ids: list[Tensor] | None = None  # what `token_ids` gives, once it was asked
 
     def tell(self) -> None:
@@ -106,12 +110,22 @@ class Frame:
 
     def looks_elsewhere(self) -> bool | None:
         """Whether this is cross attention, by the arguments of the call; None if they do not tell."""
-        known = _other_inputs(type(self.module).forward)
-        if not known:
+        if not _other_inputs(type(self.module).forward):
             return None
-        first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
-        others = [other for name in known if isinstance(other := self.given(name), Tensor)]
+        first, others = self._inputs()
         return any(not same_input(first, other) for other in others)
+
+    def joins(self, length: int) -> bool:
+        """Whether so many tokens are those of all inputs (B, n, W) together: text and image as one sequence."""
+        first, others = self._inputs()
+        inputs = [x for x in (first, *others) if isinstance(x, Tensor) and x.dim() == 3]
+        return len(inputs) == 1 + len(others) > 1 and sum(x.shape[1] for x in inputs) == length
+
+    def _inputs(self) -> tuple[Any, list[Tensor]]:
+        """The first input, and those that keys and values of cross attention are made of."""
+        first = self.args[0] if self.args else next(iter(self.kwargs.values()), None)
+        names = _other_inputs(type(self.module).forward)
+        return first, [other for name in names if isinstance(other := self.given(name), Tensor)]
 
     def is_handed_heads(self) -> bool:
         """Whether its inputs are queries, keys and values of heads, so that the input (B, N, W) is not among them."""

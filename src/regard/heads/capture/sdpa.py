@@ -14,7 +14,7 @@ from regard.attention import prepare
 from regard.kernels import Call
 from regard.masks import Causal, Keep, Mask
 
-__all__ = ["from_sdpa", "split_additive_biases", "split_additive_mask"]
+__all__ = ["MASKED", "from_sdpa", "split_additive_biases", "split_additive_mask"]
 
 MASKED = -9e3  # -1e4, -1e9, -inf and the lowest number are all in use to mask; no bias that matters is so low
 

@@ -146,10 +146,15 @@ class monitor:
     def end(self, error: BaseException | None = None) -> None:
         """What is sampled has run, or raised an error."""
         watching, self._watching = self._watching, None
-        if watching is not None:
+        if watching is None:
+            return
+        try:
             watching.__exit__(None if error is None else type(error), error, None)
-            if error is None:
-                self._keep(watching)
+        except BaseException:
+            self.close()  # (there is nothing to monitor, and the next step shall not fail for it)
+            raise
+        if error is None:
+            self._keep(watching)
 
     def close(self) -> None:
         """Remove the monitor from the model."""
@@ -221,6 +226,17 @@ class _Watch(watch):
         self.filing.most_for_roles = 0
         self.frames.root_has_hooks = False  # the monitor's own, which are running: it tells
         self.outputs: dict[str, Tensor] = {}
+
+    def _saw_nothing(self) -> ValueError:
+        model = type(self.frames.root).__name__
+        ran = self.frames.forwards or self.unseen or self.filing.unwanted
+        why = self._why_nothing() if ran else "no module in it that could compute attention was run"
+        return bad_value(
+            "monitor",
+            expected=f"attention in a training step of {model}",
+            received=f"none: {why}",
+            remedy="monitor a model with attention, or the part of it that has it",
+        )
 
     def see(self, attention: ObservedCall) -> Callable[[], bool] | None:
         seen = super().see(attention)

@@ -8,6 +8,7 @@
     roles     `seen.roles(atlas=False)` of the record alone, up to 2,048 tokens
     eager     transformers' eager attention with `output_attentions=True`, and nothing done with the N x N maps
     torch     of our own models, whose blind run has our kernel: blind with PyTorch's (SDPA) in its place
+    nnsight   where it is installed: the maps of all layers of BERT saved by nnsight, which needs eager attention
 
 Contestants take turns in one run; times are medians, of 7 turns at least (of 3 from 2,048 tokens on), and the tables
 show ratios to blind. The largest difference between the outputs of `watched` and `blind`, relative to the largest
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,7 +38,7 @@ from regard import models
 VOCABULARY, LAYERS = 30522, 4
 LENGTHS = (16, 128, 512, 2048, 8192)
 LIMIT = 4 * 2**30  # bytes of eager maps
-CONTESTANTS = ("blind", "watched", "exact", "eager", "torch", "roles")
+CONTESTANTS = ("blind", "watched", "exact", "eager", "torch", "nnsight", "roles")
 
 
 def text(tokens: int) -> Tensor:
@@ -149,7 +151,19 @@ def contestants(name: str, build: Callable[[str], nn.Module], ids: Tensor) -> di
     elif _bytes_of_maps(model, ids.shape[1]) <= LIMIT:
         eager = build("eager")
         runs["eager"] = lambda: eager(ids, output_attentions=True).attentions[-1]
+        if name == "bert" and importlib.util.find_spec("nnsight") is not None:
+            runs["nnsight"] = lambda: nnsight_maps(eager, ids)
     return {who: torch.inference_mode()(run) for who, run in runs.items()}
+
+
+def nnsight_maps(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    """The N x N maps of all layers of a BERT of transformers, saved by nnsight."""
+    import nnsight
+
+    traced: Any = nnsight.NNsight(model)
+    with traced.trace(ids):
+        maps = nnsight.save([layer.attention.self.output[1] for layer in traced.encoder.layer])
+    return list(maps)
 
 
 def _bytes_of_maps(model: nn.Module, tokens: int) -> int:

@@ -7,10 +7,15 @@ import random
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
 
+import other_device
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from regard.kernels import native_library as library
 
@@ -29,8 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device",
         default="cpu",
-        choices=("cpu", "cuda"),
-        help="where tests with the fixture `device` compute; shapes and errors are tested on meta, too",
+        choices=("cpu", "cuda", "other"),
+        help="where tests marked `on_device` and those with the fixture `device` compute: on a GPU, or on a device of "
+        "its own kind in the CPU's memory, which finds what assumes a CPU without having a GPU",
     )
 
 
@@ -57,13 +63,47 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=2))
 
 
+class MadeOn(TorchFunctionMode):
+    """Tensors of tests that name no device are made on one. Random numbers are drawn on the CPU first: they are the
+    same on every device."""
+
+    sees_projections = False  # (see regard.tracing)
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function not in _device_constructors() or kwargs.get("device") is not None:
+            return function(*args, **kwargs)
+        if function.__name__.startswith("rand"):
+            made = function(*args, **{**kwargs, "device": "cpu"})
+            return made.detach().to(self.device).requires_grad_(made.requires_grad)
+        return function(*args, **{**kwargs, "device": self.device})
+
+
+def device_of(config: pytest.Config) -> torch.device:
+    """The device of --device, made known to torch; the test is skipped where there is none."""
+    name = config.getoption("--device")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("--device cuda: torch finds no GPU here")
+    if name == "other":
+        other_device.register()
+    return torch.device(name)
+
+
 @pytest.fixture(autouse=True)
-def independent() -> Iterator[None]:
+def independent(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a test draws does not depend on the tests before it, nor on which process runs it; nor does what it leaves
-    behind decide about the next one."""
+    behind decide about the next one. A test that is marked `on_device` makes its tensors there."""
     random.seed(0)
     torch.manual_seed(0)
-    yield
+    there = request.config.getoption("--device") != "cpu" and request.node.get_closest_marker("on_device") is not None
+    if there and (marker := request.node.get_closest_marker("of_cpu")) is not None:
+        pytest.skip(f"--device: {marker.args[0]}")
+    with MadeOn(device_of(request.config)) if there else nullcontext():
+        yield
     left_off = not torch.is_grad_enabled()
     torch.set_grad_enabled(True)
     assert not left_off, "this test left gradients turned off"
@@ -72,10 +112,7 @@ def independent() -> Iterator[None]:
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device to compute on: --device."""
-    name = request.config.getoption("--device")
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("--device cuda: torch finds no GPU here")
-    return torch.device(name)
+    return device_of(request.config)
 
 
 @pytest.fixture(params=["here", "meta"])

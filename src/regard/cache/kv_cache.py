@@ -58,6 +58,10 @@ class _Memory:
         new.objects = None
         return new
 
+    def repeated(self, rows: int) -> _Memory:
+        """That of a batch of so many rows, each the first one."""
+        return self.reorder(torch.zeros(rows, dtype=torch.long, device=self.checksums[0].device))
+
     def __getstate__(self) -> dict[str, Any]:  # weak references do not travel with copies
         return {**vars(self), "objects": None}
 
@@ -348,7 +352,7 @@ class KVCache:
             other._gather()
         if rows is not None and self._batch is not None:
             other._batch = rows
-            other._memory = None if self._memory is None else self._memory.reorder(torch.zeros(rows, dtype=torch.long))
+            other._memory = None if self._memory is None else self._memory.repeated(rows)
         return other
 
     def _move(self, memories: list[Tensor]) -> None:

@@ -78,7 +78,7 @@ class ImageGrid:
         [[5, 6, 9, 10], [7, 8, 11, 12]]
         """
         size = self.block
-        squares = torch.arange(self.count).view(self.rows // size, self.cols // size, size, size)
+        squares = torch.arange(self.count, device="cpu").view(self.rows // size, self.cols // size, size, size)
         return squares.transpose(1, 2).reshape(self.rows, self.cols) + self.first
 
     def position(self, row: int, col: int) -> int:
@@ -125,7 +125,7 @@ class ImageGrid:
     def is_image(self, tokens: int) -> Tensor:
         """True for the patches of a sequence of so many tokens, (N,)."""
         check_fits(self, tokens, "tokens")
-        mask = torch.zeros(tokens, dtype=torch.bool)
+        mask = torch.zeros(tokens, dtype=torch.bool, device="cpu")
         mask[self.first : self.span.stop] = True
         return mask
 

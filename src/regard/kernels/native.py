@@ -200,7 +200,7 @@ def _packed(call: Call, out: Tensor | None, lse: Tensor, statistics: Sequence[in
 
 
 _ALL = Visible()
-_NOWHERE = torch.empty(0, 0, 0, 0)  # stands for keys and values that are given as segments
+_NOWHERE = torch.empty(0, 0, 0, 0, device="cpu")  # stands for keys and values that are given as segments
 
 
 def _segments(k: Tensor, v: Tensor) -> Tensor | None:
@@ -307,7 +307,7 @@ def _packed_gradients(
 def _new_gradient(x: Tensor) -> Tensor:
     """Memory for a gradient, laid out as what it belongs to, where that lies in rows."""
     grad = torch.empty_like(x)
-    return grad if grad.stride(3) == 1 or grad.shape[3] == 1 else torch.empty(x.shape, dtype=x.dtype)
+    return grad if grad.stride(3) == 1 or grad.shape[3] == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 differentiable_forward = operators.register(name, _Loops())

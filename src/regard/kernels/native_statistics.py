@@ -166,7 +166,7 @@ class Statistics:
 
     def new_block(self) -> Tensor:
         """Memory for the results of one call."""
-        return torch.zeros(self.size // 8, dtype=torch.int64)
+        return torch.zeros(self.size // 8, dtype=torch.int64, device="cpu")
 
     def packed(self, block: Tensor) -> list[int]:
         """The fields of args.h from `entropy` on."""

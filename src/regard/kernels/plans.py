@@ -242,4 +242,4 @@ def _in_place(call: Call) -> bool:
     return given.issuperset(read)
 
 
-_NOTHING = torch.empty(0)  # stands for a tensor that autograd keeps
+_NOTHING = torch.empty(0, device="cpu")  # stands for a tensor that autograd keeps

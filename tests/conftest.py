@@ -6,7 +6,7 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device",
         default="cpu",
-        choices=("cpu", "cuda", "other"),
+        choices=("cpu", "cuda", "other", "meta"),
         help="where tests marked `on_device` and those with the fixture `device` compute: on a GPU, or on a device of "
         "its own kind in the CPU's memory, which finds what assumes a CPU without having a GPU",
     )
@@ -75,6 +75,8 @@ class MadeOn(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if kwargs.get("generator") is not None and function.__name__.endswith("_"):  # x.normal_(generator=...)
+            return args[0].copy_(function(args[0].cpu(), *args[1:], **kwargs))
         if function not in _device_constructors() or kwargs.get("device") is not None:
             return function(*args, **kwargs)
         if function.__name__.startswith("rand"):
@@ -93,6 +95,23 @@ def device_of(config: pytest.Config) -> torch.device:
     return torch.device(name)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """What a file that is marked makes when it is imported is on the device, too."""
+    there = collector.config.getoption("--device") != "cpu" and isinstance(collector, pytest.Module)
+    marked = there and "pytestmark = pytest.mark.on_device" in collector.path.read_text()
+    with MadeOn(device_of(collector.config)) if marked else nullcontext():
+        return (yield)
+
+
+def _why_not_there(test: pytest.Item) -> str | None:
+    """In words, where a test needs a CPU."""
+    if (marker := test.get_closest_marker("of_cpu")) is not None:
+        return marker.args[0]
+    parameters = test.callspec.params if isinstance(test, pytest.Function) and hasattr(test, "callspec") else {}
+    return "the native kernel is for CPUs" if parameters.get("kernel") == "native" else None
+
+
 @pytest.fixture(autouse=True)
 def independent(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a test draws does not depend on the tests before it, nor on which process runs it; nor does what it leaves
@@ -100,8 +119,8 @@ def independent(request: pytest.FixtureRequest) -> Iterator[None]:
     random.seed(0)
     torch.manual_seed(0)
     there = request.config.getoption("--device") != "cpu" and request.node.get_closest_marker("on_device") is not None
-    if there and (marker := request.node.get_closest_marker("of_cpu")) is not None:
-        pytest.skip(f"--device: {marker.args[0]}")
+    if there and (reason := _why_not_there(request.node)) is not None:
+        pytest.skip(f"--device: {reason}")
     with MadeOn(device_of(request.config)) if there else nullcontext():
         yield
     left_off = not torch.is_grad_enabled()

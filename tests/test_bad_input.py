@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ import regard
 from regard import KVCache, MultiHeadAttention, RollingCache, attend, attention_weights, explain
 from regard.masks import Causal, Hide, Keep, Mask, Padding, Window
 from regard.positions import Alibi, RelativeBias, Rotary
+
+pytestmark = pytest.mark.on_device
 
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 KERNELS = ["auto", "blockwise", "reference"]
@@ -71,7 +74,7 @@ WRONG_TENSORS = {
     "a list": (([1.0], K, K), TypeError, "q: expected a tensor, received list"),
     "nothing": ((Q, None, K), TypeError, "k: expected a tensor, received NoneType"),
     "a string": ((Q, K, "values"), TypeError, "v: expected a tensor, received str"),
-    "an array": ((Q.numpy(), K, K), TypeError, "q: expected a tensor, received ndarray"),
+    "an array": ((np.zeros(Q.shape, np.float32), K, K), TypeError, "q: expected a tensor, received ndarray"),
 }
 
 

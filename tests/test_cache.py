@@ -16,6 +16,8 @@ from regard import KVCache, MultiHeadAttention, RollingCache
 from regard.masks import Causal, Mask, Padding, Prefix, Window
 from regard.positions import Alibi, RelativeBias, Rotary
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 B, W, H, G, D = 2, 12, 6, 3, 4
 
@@ -444,6 +446,7 @@ def test_another_shape_is_refused(
     assert len(cache) == 2
 
 
+@pytest.mark.of_cpu("the messages name the CPU")
 @pytest.mark.parametrize("cache", [KVCache(), RollingCache(3)], ids=["KVCache", "RollingCache"])
 def test_another_dtype_or_device_is_refused(cache: KVCache | RollingCache) -> None:
     token = torch.zeros(1, 2, 1, 3)

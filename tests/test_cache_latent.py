@@ -13,6 +13,8 @@ from torch import Tensor
 from regard import LatentCache
 from regard.cache import together
 
+pytestmark = pytest.mark.on_device
+
 
 def token(n: int = 1, batch: int = 2, rank: int = 5, rope: int = 3, start: float = 0.0) -> tuple[Tensor, Tensor]:
     latents = torch.arange(start, start + n)[None, :, None].expand(batch, n, rank)

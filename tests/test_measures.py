@@ -35,6 +35,8 @@ from regard.measures import (
     rollout,
 )
 
+pytestmark = pytest.mark.on_device
+
 SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 
 

@@ -42,6 +42,8 @@ import regard
 from regard.models import generation
 from regard.models.generation import Rules
 
+pytestmark = pytest.mark.on_device
+
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
 

@@ -15,6 +15,8 @@ import regard
 from regard.heads.capture.model_tree import tree_of
 from regard.masks import Causal, Padding, Window
 
+pytestmark = pytest.mark.on_device
+
 B, N, W, H = 2, 11, 24, 3
 
 

@@ -14,6 +14,8 @@ from regard import DifferentialAttention, KVCache, LatentAttention, LatentCache,
 from regard.masks import Causal, Padding
 from regard.positions import Rotary
 
+pytestmark = pytest.mark.on_device
+
 B, H, N, W = 2, 3, 11, 14
 
 

@@ -16,6 +16,8 @@ from regard import attend, explain, merge
 from regard.kernels import available, reference
 from regard.masks import Causal, Keep
 
+pytestmark = pytest.mark.on_device
+
 NEGATIVE = float("-inf")
 
 

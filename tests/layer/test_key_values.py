@@ -15,6 +15,8 @@ from regard.layer import Gate, KeyValues, Norm
 from regard.masks import Causal, Window
 from regard.positions import MultiAxisRotary, Rotary, Temperature
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 SIZES: dict[str, Any] = {"num_kv_heads": 3, "head_dim": 6, "value_head_dim": 5}
 

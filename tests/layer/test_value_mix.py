@@ -14,6 +14,8 @@ from regard.layer import KeyValues, Norm, ValueMix
 from regard.masks import Causal
 from regard.positions import Rotary
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
 

@@ -20,6 +20,8 @@ from regard.masks import Causal, Padding, Tile, Window
 from regard.positions import Alibi, Bias, RelativeBias, as_biases
 from regard.positions.bias import Buckets, DenseBias, Saturated, add_by_bucket
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
 

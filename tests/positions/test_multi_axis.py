@@ -13,6 +13,8 @@ from regard import KVCache, MultiHeadAttention, RollingCache
 from regard.masks import Causal, Window
 from regard.positions import LinearScaling, MultiAxisRotary, Rotary
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 ORDERS = ["contiguous", "interleaved", "grouped", "separate"]
 orders = pytest.mark.parametrize("order", ORDERS)

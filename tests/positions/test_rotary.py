@@ -17,6 +17,8 @@ from regard.positions import rotary as module
 from regard.positions.rotary import Rotary, rotate
 from regard.positions.scalings import DynamicNTK, LinearScaling, Llama3, LongRoPE, Scaling, YaRN
 
+pytestmark = pytest.mark.on_device
+
 B, H, N, D = 2, 3, 5, 14
 TRAINED = 64  # of the scalings below
 SHORT, LONG = tuple(1 + 0.1 * i for i in range(7)), tuple(1.5 + 0.7 * i for i in range(7))

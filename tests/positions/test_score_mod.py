@@ -18,6 +18,8 @@ from regard.kernels import available, blockwise, reference
 from regard.masks import Causal, Tile, Window
 from regard.positions import Alibi, Bias, RelativeBias, ScoreMod
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-11, "atol": 1e-11}
 
 

@@ -12,6 +12,8 @@ from regard import KVCache, MultiHeadAttention, RollingCache
 from regard.masks import Causal
 from regard.positions import Rotary, Temperature
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
 

@@ -22,6 +22,8 @@ from regard import measures
 from regard.heads import LayerRecord, Record, Table
 from regard.masks import Causal
 
+pytestmark = pytest.mark.on_device
+
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
 

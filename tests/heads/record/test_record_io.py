@@ -22,6 +22,8 @@ from regard.heads import Record
 from regard.measures import Entropy, Heatmap, Links, Offsets, Peak, PerQuery, Previous, Received, Tokens
 from regard.models import Decoder, ModelConfig
 
+pytestmark = pytest.mark.on_device
+
 NAN, INF = math.nan, math.inf
 
 

@@ -35,8 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device",
         default="cpu",
         choices=("cpu", "cuda", "other", "meta"),
-        help="where tests marked `on_device` and those with the fixture `device` compute: on a GPU, or on a device of "
-        "its own kind in the CPU's memory, which finds what assumes a CPU without having a GPU",
+        help="where tests marked `on_device` and those with the fixture `device` compute: on a GPU; on a device of its "
+        "own kind in the CPU's memory, which finds what assumes a CPU without a GPU; on meta those marked `on_meta`",
     )
 
 
@@ -66,8 +66,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 class MadeOn(TorchFunctionMode):
     """Tensors of tests that name no device are made on one. Random numbers are drawn on the CPU first: they are the
     same on every device."""
-
-    sees_projections = False  # (see regard.tracing)
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -105,7 +103,9 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
 
 
 def _why_not_there(test: pytest.Item) -> str | None:
-    """In words, where a test needs a CPU."""
+    """In words, where a test needs a CPU, or values and there are none."""
+    if test.config.getoption("--device") == "meta" and test.get_closest_marker("on_meta") is None:
+        return "values are compared, and the meta device has none"
     if (marker := test.get_closest_marker("of_cpu")) is not None:
         return marker.args[0]
     parameters = test.callspec.params if isinstance(test, pytest.Function) and hasattr(test, "callspec") else {}

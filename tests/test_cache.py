@@ -411,6 +411,7 @@ def test_a_cache_of_no_grad_goes_on_in_inference_mode() -> None:
     torch.testing.assert_close(out.clone(), layer(x, mask=Causal())[:, 3:], **TIGHT)
 
 
+@pytest.mark.on_meta
 def test_gradient_is_refused() -> None:
     layer, x = new_layer(), text(3)
     for cache in (KVCache(), RollingCache(3)):
@@ -425,6 +426,7 @@ def test_gradient_is_refused() -> None:
         assert frozen(x, cache=KVCache()).shape == x.shape
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize(
     "keys, values, error, words",
     [
@@ -503,6 +505,7 @@ def test_positions_and_rows_of_different_lengths_do_not_mix() -> None:
         cache.truncate(torch.tensor([3, 1]))
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize(
     "positions, error, words",
     [

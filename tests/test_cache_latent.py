@@ -90,6 +90,7 @@ def test_copies_hold_the_same_and_belong_to_nobody() -> None:
     assert len(cache) == 2
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize(
     "options, tensors, words",
     [

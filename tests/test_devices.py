@@ -3,6 +3,10 @@ the meta device, too."""
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -97,3 +101,54 @@ def test_watch(device: torch.device) -> None:
     with torch.no_grad(), regard.watch(layer) as seen:
         layer(torch.randn(1, N, 24, device=device))
     assert seen[0]["entropy"].shape == (1, 4, N)
+
+
+# Functions of torch that make a tensor. (Those of a file's bytes or an array are on the CPU whatever is asked.)
+FACTORIES = (
+    "arange",
+    "empty",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "tensor",
+    "zeros",
+)
+
+
+def makes_a_tensor_somewhere(node: ast.AST) -> bool:
+    """Whether it is `torch.zeros(...)` or the like, and names no device."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in FACTORIES):
+        return False
+    of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+    return of_torch and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+
+
+def nameless_factories(node: ast.AST) -> Iterator[int]:
+    """The lines of such calls, without those that make a module's parameters: they follow torch's default device."""
+    if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+        return
+    if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("nn."):
+        return
+    if makes_a_tensor_somewhere(node):
+        yield node.lineno  # type: ignore[attr-defined]
+    for child in ast.iter_child_nodes(node):
+        yield from nameless_factories(child)
+
+
+def test_every_tensor_that_the_library_makes_names_its_device() -> None:
+    """Without a name it would be on torch's default device, where neither q nor what is drawn may be."""
+    source = Path(regard.__file__).parent
+    files = sorted(source.rglob("*.py"))
+    assert len(files) > 200
+    found = [
+        f"{file.relative_to(source)}:{line}"
+        for file in files
+        for line in nameless_factories(ast.parse(file.read_text()))
+    ]
+    assert not found, f"expected device=...: {', '.join(found)}"
+    assert list(nameless_factories(ast.parse("torch.zeros(3)\ntorch.zeros(3, device=x.device)"))) == [1]

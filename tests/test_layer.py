@@ -360,6 +360,7 @@ def test_a_layer_built_on_meta_can_be_filled(x: Tensor) -> None:
     assert torch.equal(layer(x, mask=Causal()), trained(x, mask=Causal()))
 
 
+@pytest.mark.on_meta
 def test_a_call_on_meta_gives_shapes() -> None:
     layer = new("everything").to("meta")
     out, weights = layer(torch.empty(2, 7, 12, dtype=torch.float64, device="meta"), mask=Causal(), need_weights=True)

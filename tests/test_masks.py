@@ -518,6 +518,7 @@ def test_a_number_as_a_mask_names_the_three_ways_out(dtype: torch.dtype) -> None
 B, H, N, M = 2, 3, 5, 7
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize(
     "mask, words",
     [
@@ -623,6 +624,7 @@ def test_positions_whose_sums_would_not_fit_are_refused(what: str, where: int) -
         regard.attend(q, q, q, mask=Causal(), **{what: torch.tensor([0, where, 1])})  # type: ignore[arg-type]
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize("first", [2**61 + 1, 10**30, -(2**63)])
 def test_a_first_position_beyond_all_is_refused(first: int) -> None:
     q = torch.zeros(1, 1, 3, 2)

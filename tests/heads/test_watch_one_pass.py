@@ -182,6 +182,7 @@ def test_layers_that_were_not_asked_for_run_as_they_are() -> None:
     torch.testing.assert_close(during, before, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.on_meta
 def test_wrong_arguments_are_refused_in_torchs_words() -> None:
     model = Sdpa(attn_mask=torch.ones(5, 5, dtype=torch.bool)).eval()
     with pytest.raises(RuntimeError) as unwatched, torch.no_grad():

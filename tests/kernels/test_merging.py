@@ -170,6 +170,7 @@ def test_mixed_dtypes_are_summed_in_float32_or_wider(outs: Any, lses: Any, out: 
     torch.testing.assert_close(merged[0], exact[0].to(out), rtol=torch.finfo(out).eps * 2, atol=1e-6)
 
 
+@pytest.mark.on_meta
 def test_what_cannot_be_merged_is_refused_in_words() -> None:
     out, lse = normal(2, 3, 5, 7), normal(2, 3, 5)
     with pytest.raises(ValueError, match="outs: expected at least one part, received none"):

@@ -113,6 +113,7 @@ def test_it_starts_at_one_half_of_each() -> None:
     assert mix.weight.tolist() == [0.5, 0.5]
 
 
+@pytest.mark.on_meta
 def test_refused() -> None:
     layer, x = MultiHeadAttention(12, 3, value_mix=ValueMix()), torch.randn(2, 5, 12)
     with pytest.raises(ValueError, match=r"value_residual: expected the values of an earlier layer.*kv.new_values"):

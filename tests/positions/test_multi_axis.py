@@ -124,6 +124,7 @@ def test_is_copied() -> None:
     assert repr(twin.position_encoding) == wanted
 
 
+@pytest.mark.on_meta
 def test_refused() -> None:
     with pytest.raises(
         ValueError, match=r"sections: expected numbers with the sum 6.*received \(2, 3\), with the sum 5"

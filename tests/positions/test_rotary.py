@@ -661,6 +661,7 @@ def test_refuses_what_is_no_scaling():
         Rotary(8, scaling={"factor": 4.0})
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize(
     "shape, positions, words",
     [
@@ -677,6 +678,7 @@ def test_refuses_shapes(shape, positions, words):
         Rotary(D)(torch.zeros(shape), positions)
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize(
     "positions, words",
     [
@@ -697,6 +699,7 @@ def test_angles_refuses_floats():
         Rotary(D).angles(torch.rand(3))
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize(
     "x, cos, sin, words",
     [

@@ -56,6 +56,7 @@ def test_in_a_layer_and_with_a_cache(rotary: bool) -> None:
     torch.testing.assert_close(out[1], layer(text, mask=Causal())[0, 4:], **TIGHT)
 
 
+@pytest.mark.on_meta
 def test_refused() -> None:
     layer = MultiHeadAttention(18, 3, query_scale=Temperature(2))
     with pytest.raises(

@@ -523,6 +523,7 @@ LOADED = {
 }
 
 
+@pytest.mark.of_cpu("models are loaded on the CPU")
 @pytest.mark.parametrize("family", LOADED)
 def test_models_of_regard(family: str, tmp_path: Path) -> None:
     model, original = loaded(tmp_path, family, **LOADED[family])
@@ -535,6 +536,7 @@ def test_models_of_regard(family: str, tmp_path: Path) -> None:
         agree(seen[number], Oracle(weights, ids=ids), atol=5e-5)
 
 
+@pytest.mark.of_cpu("models are loaded on the CPU")
 @pytest.mark.parametrize("by_ids", [False, True], ids=["", "measures that ask for ids"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
 def test_generation_of_regard(family: str, by_ids: bool, tmp_path: Path) -> None:
@@ -549,6 +551,7 @@ def test_generation_of_regard(family: str, by_ids: bool, tmp_path: Path) -> None
         agree(seen[number], Oracle(weights, ids=text if by_ids else None), atol=5e-5)
 
 
+@pytest.mark.of_cpu("models are loaded on the CPU")
 def test_generation_of_regard_from_texts_of_two_lengths(tmp_path: Path) -> None:
     """New tokens of the shorter text stand after its own, not after the padding."""
     model, original = loaded(tmp_path, "llama")

@@ -62,6 +62,7 @@ def each_at_once(model: Stack, *texts: Tensor, **options: Any) -> Record:
     return seen
 
 
+@pytest.mark.of_cpu("layers wait where the native kernel computes")
 @waits
 def test_layers_wait_until_the_record_is_read() -> None:
     model = Stack()

@@ -408,6 +408,7 @@ def _tuple(value: Any) -> tuple[Tensor, ...]:
     return tuple(value) if isinstance(value, tuple) else (value,)
 
 
+@pytest.mark.of_cpu("what is loaded is on the CPU")
 @pytest.mark.parametrize("name", FILES)
 def test_what_was_saved_is_loaded(name: str, tmp_path: Path) -> None:
     right = FILES[name]()

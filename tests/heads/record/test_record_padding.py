@@ -23,8 +23,6 @@ from regard.heads import Record, token_kinds, watch_all
 from regard.models import EMBEDDED, Decoder, Encoder, ModelConfig
 from regard.models.base import padded
 
-pytestmark = pytest.mark.on_device
-
 WITH = {
     name: pytest.mark.skipif(EMBEDDED[name].folder() is None, reason=f"the weights of {name} are not installed")
     for name in ("minilm", "smollm2")

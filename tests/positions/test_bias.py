@@ -49,7 +49,7 @@ def test_eight_heads_halve() -> None:
 @pytest.mark.parametrize("heads", [1, 2, 3, 5, 6, 7, 11, 12, 13, 16, 20, 25, 31, 112])
 def test_slopes_are_the_published_ones(heads: int) -> None:
     expected = torch.tensor(published_slopes(heads), dtype=torch.float64)
-    torch.testing.assert_close(Alibi(heads).double().slopes, expected, rtol=1e-13, atol=0)
+    torch.testing.assert_close(Alibi(heads).to(expected).slopes, expected, rtol=1e-13, atol=0)
 
 
 def test_under_a_causal_mask_it_is_slope_times_key_minus_query() -> None:

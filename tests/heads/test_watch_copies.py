@@ -22,8 +22,6 @@ from torch import Tensor, nn
 import regard
 from regard.heads.capture import huggingface
 
-pytestmark = pytest.mark.on_device
-
 
 def saved_and_loaded(model: nn.Module) -> nn.Module:
     file = io.BytesIO()

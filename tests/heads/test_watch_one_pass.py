@@ -15,8 +15,6 @@ import regard
 from regard.heads.capture.model_tree import tree_of
 from regard.masks import Causal, Padding, Window
 
-pytestmark = pytest.mark.on_device
-
 B, N, W, H = 2, 11, 24, 3
 
 
@@ -182,7 +180,6 @@ def test_layers_that_were_not_asked_for_run_as_they_are() -> None:
     torch.testing.assert_close(during, before, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.on_meta
 def test_wrong_arguments_are_refused_in_torchs_words() -> None:
     model = Sdpa(attn_mask=torch.ones(5, 5, dtype=torch.bool)).eval()
     with pytest.raises(RuntimeError) as unwatched, torch.no_grad():

@@ -88,6 +88,7 @@ def test_the_log_sum_exp_beside_any_option_is_the_references(case: Case) -> None
     torch.testing.assert_close(out, expected[0], rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.of_cpu("torch gives the log-sum-exp on CPUs alone")
 @pytest.mark.usefixtures("without_native")
 def test_fused_gives_it_without_a_gradient_and_says_so() -> None:
     q = torch.randn(1, 2, 5, 4)

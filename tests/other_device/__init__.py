@@ -2,6 +2,7 @@
 
 Values, gradients and views are real; what assumes a CPU fails as it would on a GPU: tensors of two devices in one
 operator, `.numpy()`, a generator of the CPU. `pytest --device other` runs the tests that are marked `on_device` on it.
+(Gradients of complex numbers crash on it.)
 """
 
 from __future__ import annotations

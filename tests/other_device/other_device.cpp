@@ -74,6 +74,7 @@ at::Tensor on_cpu(const at::Tensor& x) {
   if (x.is_cpu()) return x;
   auto seen = at::from_blob(x.data_ptr(), x.sizes(), x.strides(), x.options().device(at::kCPU));
   seen._set_neg(x.is_neg());
+  seen._set_conj(x.is_conj());
   return seen;
 }
 

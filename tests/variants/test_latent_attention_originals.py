@@ -10,8 +10,6 @@ from variants.latent_originals import HEADS, ORIGINALS, WIDTH, Original, run
 from regard import LatentAttention, LatentCache, layouts
 from regard.masks import Causal
 
-pytestmark = pytest.mark.on_device
-
 FORMS = pytest.mark.parametrize("absorb", [False, True])
 NAMES = pytest.mark.parametrize("name", ORIGINALS)
 

@@ -27,7 +27,7 @@ SHELL := /bin/sh
 MAKEFLAGS += --no-builtin-rules
 .NOTPARALLEL:
 
-.PHONY: help look atlas test test-slow test-all test-levels test-gpu-interpreter compile-gpu fuzz lint format sanitize docs wheel bench clean
+.PHONY: help look atlas test test-slow test-all test-levels test-devices test-gpu-interpreter compile-gpu fuzz lint format sanitize docs wheel bench clean
 
 help:
 	@echo "make look      show what the heads of a real model attend to    (SENTENCE=\"...\")"
@@ -35,6 +35,7 @@ help:
 	@echo "make test      run the tests                                    (ARGS=\"-k causal -x\", WORKERS=2)"
 	@echo "make test-all  run the slow tests too"
 	@echo "make test-levels  run the numerical tests as on CPUs with fewer instructions: without AVX2, and without AVX-512"
+	@echo "make test-devices  run the tests on a device that is not the CPU, without a GPU; shapes and errors on meta"
 	@echo "make test-gpu-interpreter  run all tests of the GPU kernels, in Triton's interpreter"
 	@echo "make compile-gpu  compile every GPU kernel for real GPUs, without one    (ARGS=\"--targets cuda:90\")"
 	@echo "make fuzz      run the property tests with new random examples  (MINUTES=10)"
@@ -74,6 +75,12 @@ test-levels: $(VENV)/.installed-test
 	ATEN_CPU_CAPABILITY=default REGARD_ISA=portable $(PYTEST) -m "not slow" $(NUMERICAL) $(ARGS)
 	if grep -qw avx512f /proc/cpuinfo; then \
 	  ATEN_CPU_CAPABILITY=avx2 REGARD_ISA=avx2 $(PYTEST) -m "not slow" $(NUMERICAL) $(ARGS); fi
+
+# On a device of its own kind in the CPU's memory (tests/other_device), where what assumes a CPU fails as on a GPU. On a
+# real one: make test ARGS="--device cuda -m on_device"
+test-devices: $(VENV)/.installed-test
+	$(PYTEST) --device other -m "on_device and not slow" tests $(ARGS)
+	$(PYTEST) --device meta -m "on_meta and not slow" tests $(ARGS)
 
 # The GPU kernels on a CPU, in Triton's interpreter: slow, so that only their own tests run.
 test-gpu-interpreter: $(VENV)/.installed-test

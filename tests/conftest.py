@@ -6,12 +6,16 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from typing import Any
 
+import other_device
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 from regard.kernels import native_library as library
 
@@ -30,8 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device",
         default="cpu",
-        choices=("cpu", "cuda"),
-        help="where tests with the fixture `device` compute; shapes and errors are tested on meta, too",
+        choices=("cpu", "cuda", "other", "meta"),
+        help="where tests marked `on_device` and those with the fixture `device` compute: on a GPU; on a device of its "
+        "own kind in the CPU's memory, which finds what assumes a CPU without a GPU; on meta those marked `on_meta`",
     )
 
 
@@ -58,13 +63,66 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.flaky(reruns=2, reruns_delay=2))
 
 
+class MadeOn(TorchFunctionMode):
+    """Tensors of tests that name no device are made on one. Random numbers are drawn on the CPU first: they are the
+    same on every device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("generator") is not None and function.__name__.endswith("_"):  # x.normal_(generator=...)
+            return args[0].copy_(function(args[0].cpu(), *args[1:], **kwargs))
+        if function not in _device_constructors() or kwargs.get("device") is not None:
+            return function(*args, **kwargs)
+        if function.__name__.startswith("rand"):
+            made = function(*args, **{**kwargs, "device": "cpu"})
+            return made.detach().to(self.device).requires_grad_(made.requires_grad)
+        return function(*args, **{**kwargs, "device": self.device})
+
+
+def device_of(config: pytest.Config) -> torch.device:
+    """The device of --device, made known to torch; the test is skipped where there is none."""
+    name = config.getoption("--device")
+    if name == "cuda" and not torch.cuda.is_available():
+        pytest.skip("--device cuda: torch finds no GPU here")
+    if name == "other":
+        other_device.register()
+    return torch.device(name)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """What a file that is marked makes when it is imported is on the device, too."""
+    there = collector.config.getoption("--device") != "cpu" and isinstance(collector, pytest.Module)
+    marked = there and "pytestmark = pytest.mark.on_device" in collector.path.read_text()
+    with MadeOn(device_of(collector.config)) if marked else nullcontext():
+        return (yield)
+
+
+def _why_not_there(test: pytest.Item) -> str | None:
+    """In words, where a test needs a CPU, or values and there are none."""
+    if test.config.getoption("--device") == "meta" and test.get_closest_marker("on_meta") is None:
+        return "values are compared, and the meta device has none"
+    if (marker := test.get_closest_marker("of_cpu")) is not None:
+        return marker.args[0]
+    parameters = test.callspec.params if isinstance(test, pytest.Function) and hasattr(test, "callspec") else {}
+    return "the native kernel is for CPUs" if parameters.get("kernel") == "native" else None
+
+
 @pytest.fixture(autouse=True)
-def independent() -> Iterator[None]:
+def independent(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a test draws does not depend on the tests before it, nor on which process runs it; nor does what it leaves
-    behind decide about the next one."""
+    behind decide about the next one. A test that is marked `on_device` makes its tensors there."""
     random.seed(0)
     torch.manual_seed(0)
-    yield
+    there = request.config.getoption("--device") != "cpu" and request.node.get_closest_marker("on_device") is not None
+    if there and (reason := _why_not_there(request.node)) is not None:
+        pytest.skip(f"--device: {reason}")
+    with MadeOn(device_of(request.config)) if there else nullcontext():
+        yield
     left_off = not torch.is_grad_enabled()
     torch.set_grad_enabled(True)
     assert not left_off, "this test left gradients turned off"
@@ -73,10 +131,7 @@ def independent() -> Iterator[None]:
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device to compute on: --device."""
-    name = request.config.getoption("--device")
-    if name == "cuda" and not torch.cuda.is_available():
-        pytest.skip("--device cuda: torch finds no GPU here")
-    return torch.device(name)
+    return device_of(request.config)
 
 
 @pytest.fixture(params=["here", "meta"])

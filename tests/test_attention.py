@@ -12,6 +12,8 @@ from regard.kernels import available
 from regard.kernels.triton.availability import why_not_on
 from regard.masks import Causal
 
+pytestmark = pytest.mark.on_device
+
 
 def test_weights_times_values_is_the_output() -> None:
     q, k, v = torch.randn(2, 3, 5, 7), torch.randn(2, 3, 11, 7), torch.randn(2, 3, 11, 13)
@@ -19,6 +21,7 @@ def test_weights_times_values_is_the_output() -> None:
     torch.testing.assert_close(attend(q, k, v, mask=Causal(), softcap=2.0), out)
 
 
+@pytest.mark.of_cpu("the reasons are those of a CPU")
 @pytest.mark.usefixtures("without_native")
 def test_explain_names_the_kernel_and_why_not_the_others() -> None:
     q = torch.randn(1, 2, 3, 4)
@@ -46,7 +49,7 @@ def test_explain_names_the_kernel_and_why_not_the_others() -> None:
 def test_kernels_by_name() -> None:
     assert [name for name in available() if name != "native"] == ["fused", "blockwise", "reference"]
     q = torch.randn(1, 2, 3, 4)
-    outs = [attend(q, q, q, kernel=name) for name in available()]
+    outs = [attend(q, q, q, kernel=name) for name in available(q.device.type)]
     for out in outs[1:]:
         torch.testing.assert_close(out, outs[0])
     with pytest.raises(
@@ -74,7 +77,7 @@ def test_attend_can_be_seen_by_a_torch_function_mode() -> None:
 def test_sharing_keys_by_expand_copies_nothing_and_is_right() -> None:
     q, k = torch.randn(3, 2, 5, 4), torch.randn(1, 2, 7, 4)
     shared = k.expand(3, -1, -1, -1)
-    for kernel in available():
+    for kernel in available(q.device.type):
         torch.testing.assert_close(attend(q, shared, shared, kernel=kernel), attend(q, shared.clone(), shared.clone()))
 
 

@@ -11,6 +11,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,11 @@ from regard import KVCache, MultiHeadAttention, RollingCache, attend, attention_
 from regard.masks import Causal, Hide, Keep, Mask, Padding, Window
 from regard.positions import Alibi, RelativeBias, Rotary
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 KERNELS = ["auto", "blockwise", "reference"]
+WAITS = pytest.mark.of_cpu("elsewhere nobody waits for the answer whether keys are finite, and torch's kernel leaks")
 B, H, N, M, D = 2, 3, 5, 7, 11
 
 
@@ -37,6 +41,7 @@ def tensors(batch: int = B, heads: int = H, n: int = N, m: int = M, d: int = D, 
 
 Q = torch.zeros(B, H, N, D)
 K = torch.zeros(B, H, M, D)
+HERE, ELSEWHERE = Q.device, torch.device("cpu" if Q.is_meta else "meta")
 
 WRONG_TENSORS = {
     "five axes": (
@@ -52,7 +57,11 @@ WRONG_TENSORS = {
         TypeError,
         "received torch.float32, torch.float64, torch.float32; remedy: convert",
     ),
-    "two devices": ((Q, K.to("meta"), K), ValueError, "q, k, v: expected one device, received cpu, meta, cpu"),
+    "two devices": (
+        (Q, torch.empty_like(K, device=ELSEWHERE), K),
+        ValueError,
+        f"q, k, v: expected one device, received {HERE}, {ELSEWHERE}, {HERE}",
+    ),
     "two batches": ((Q, K[:1], K[:1]), ValueError, r"expected one batch size.*remedy: share keys .* k.expand\(B"),
     "two widths": ((Q, K[..., :7], K), ValueError, "q, k: expected the same head width D, received 11 and 7"),
     "two lengths": ((Q, K, K[:, :, :5]), ValueError, r"k, v: expected the same heads and length .*\(2, 3, 5, 11\)"),
@@ -71,18 +80,17 @@ WRONG_TENSORS = {
     "a list": (([1.0], K, K), TypeError, "q: expected a tensor, received list"),
     "nothing": ((Q, None, K), TypeError, "k: expected a tensor, received NoneType"),
     "a string": ((Q, K, "values"), TypeError, "v: expected a tensor, received str"),
-    "an array": ((Q.numpy(), K, K), TypeError, "q: expected a tensor, received ndarray"),
+    "an array": ((np.zeros(Q.shape, np.float32), K, K), TypeError, "q: expected a tensor, received ndarray"),
 }
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize("what", WRONG_TENSORS)
 def test_wrong_tensors(what: str) -> None:
     given, error, words = WRONG_TENSORS[what]
     with pytest.raises(error, match=words):
         attend(*given)
 
-
-META = torch.device("meta")
 
 WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "mask of integers": (
@@ -107,14 +115,14 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         r"received shape \(7,\); remedy: padding is masks.Padding",
     ),
     "mask elsewhere": (
-        {"mask": torch.ones(N, M, device=META).bool()},
+        {"mask": torch.ones(N, M, device=ELSEWHERE).bool()},
         ValueError,
-        "mask: expected device cpu.*received meta",
+        f"mask: expected device {HERE}.*received {ELSEWHERE}",
     ),
     "padding elsewhere": (
-        {"mask": Causal() & ~Padding(lengths=torch.ones(B, device=META).int())},
+        {"mask": Causal() & ~Padding(lengths=torch.ones(B, device=ELSEWHERE).int())},
         ValueError,
-        "mask: expected device cpu, as q's, received meta",
+        f"mask: expected device {HERE}, as q's, received {ELSEWHERE}",
     ),
     "bias of integers": ({"bias": torch.ones(N, M).int()}, TypeError, "bias: expected a floating-point .*torch.int32"),
     "bias of booleans": ({"bias": torch.ones(N, M).bool()}, TypeError, "remedy: a boolean mask goes to mask="),
@@ -129,7 +137,11 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "alibi of other heads": ({"bias": Alibi(2)}, ValueError, "bias Slopes: expected 3 heads, received 2"),
     "relative of other heads": ({"bias": RelativeBias(2)}, ValueError, "bias Buckets: expected 3 heads, received 2"),
     "bias that is a mask": ({"bias": Causal()}, TypeError, "bias: expected a tensor, a bias object .*received Causal"),
-    "bias elsewhere": ({"bias": torch.ones(N, M, device=META)}, ValueError, "bias: expected device cpu.*received meta"),
+    "bias elsewhere": (
+        {"bias": torch.ones(N, M, device=ELSEWHERE)},
+        ValueError,
+        f"bias: expected device {HERE}.*received {ELSEWHERE}",
+    ),
     "positions of floats": (
         {"positions": torch.ones(N)},
         TypeError,
@@ -172,9 +184,9 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "positions: expected an int or an integer tensor, received bool",
     ),
     "positions elsewhere": (
-        {"positions": torch.arange(N, device=META)},
+        {"positions": torch.arange(N, device=ELSEWHERE)},
         ValueError,
-        "positions: expected device cpu.*meta",
+        f"positions: expected device {HERE}, .*received {ELSEWHERE}",
     ),
     "key_positions as a list": (
         {"key_positions": [0] * M},
@@ -195,9 +207,9 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "sinks as a list": ({"sinks": [0.0] * H}, TypeError, "sinks: expected a floating-point tensor .*received list"),
     "sinks of integers": ({"sinks": torch.zeros(H).int()}, TypeError, "sinks: expected a floating-point .*torch.int32"),
     "sinks elsewhere": (
-        {"sinks": torch.zeros(H, device=META)},
+        {"sinks": torch.zeros(H, device=ELSEWHERE)},
         ValueError,
-        "sinks: expected device cpu.*received meta",
+        f"sinks: expected device {HERE}.*received {ELSEWHERE}",
     ),
     "dropout above one": ({"dropout": 2.0}, ValueError, "dropout: expected a probability from 0 to 1, received 2.0"),
     "dropout below zero": ({"dropout": -0.1}, ValueError, "dropout: expected a probability from 0 to 1, received -0.1"),
@@ -236,6 +248,7 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize("what", WRONG_OPTIONS)
 def test_wrong_options(what: str) -> None:
     options, error, words = WRONG_OPTIONS[what]
@@ -243,6 +256,7 @@ def test_wrong_options(what: str) -> None:
         attend(Q, K, K, **options)
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize(
     "what", [w for w in WRONG_OPTIONS if w.split()[0] in ("mask", "bias", "positions", "sinks", "softcap")]
 )
@@ -261,6 +275,7 @@ def test_an_unknown_stage() -> None:
         attention_weights(Q, K, stage="raw")
 
 
+@pytest.mark.on_meta
 def test_more_queries_than_keys_do_not_say_where_they_stand() -> None:
     with pytest.raises(
         ValueError, match=r"positions: expected the queries' own.*received key_positions alone, with 7 queries"
@@ -330,6 +345,7 @@ WRONG_LAYERS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize("what", WRONG_LAYERS)
 def test_wrong_layers(what: str) -> None:
     options, error, words = WRONG_LAYERS[what]
@@ -376,16 +392,16 @@ WRONG_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], s
     ),
     "another value dtype": ((X, X, X.half()), {}, TypeError, "value: expected torch.float32, .*received torch.float16"),
     "another device": (
-        (X.to(META),),
+        (torch.empty_like(X, device=ELSEWHERE),),
         {},
         ValueError,
-        r"query: expected device cpu, as the layer's weights, received meta",
+        f"query: expected device {HERE}, as the layer's weights, received {ELSEWHERE}",
     ),
     "another key device": (
-        (X, X.to(META)),
+        (X, torch.empty_like(X, device=ELSEWHERE)),
         {},
         ValueError,
-        "key: expected device cpu, as the layer's weights, received meta",
+        f"key: expected device {HERE}, as the layer's weights, received {ELSEWHERE}",
     ),
     "a list": (([[1.0] * 12],), {}, TypeError, "query: expected a tensor, received list"),
     "nothing": ((None,), {}, TypeError, "query: expected a tensor, received NoneType"),
@@ -431,6 +447,7 @@ WRONG_CALLS: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], s
 }
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize("what", WRONG_CALLS)
 @pytest.mark.parametrize("encoding", ["none", "alibi"])
 def test_wrong_calls(what: str, encoding: str) -> None:
@@ -440,11 +457,12 @@ def test_wrong_calls(what: str, encoding: str) -> None:
         layer(*inputs, **options)
 
 
+@pytest.mark.on_meta
 def test_another_dtype_on_meta() -> None:
     with pytest.raises(
         TypeError, match=r"query: expected torch.float32, as the layer's weights, received torch.float16"
     ):
-        MultiHeadAttention(12, 3).to(META)(X.to(META).half())
+        MultiHeadAttention(12, 3).to("meta")(X.to("meta").half())
 
 
 def test_modules_that_are_no_position_encoding() -> None:
@@ -457,6 +475,7 @@ def test_position_encodings_of_other_heads() -> None:
         MultiHeadAttention(12, 3, position_encoding=Alibi(2))(X)
 
 
+@pytest.mark.on_meta
 def test_a_cache_that_is_too_small() -> None:
     layer, cache = MultiHeadAttention(12, 3), KVCache(limit=7)
     with torch.no_grad():
@@ -551,6 +570,7 @@ def test_the_layer_takes_sizes_of_zero(batch: int, n: int, m: int, encoding: nn.
     assert all(p.grad is None or p.grad.isfinite().all() for p in layer.parameters())
 
 
+@pytest.mark.on_meta
 def test_a_cache_takes_no_tokens() -> None:
     layer = MultiHeadAttention(12, 3, position_encoding=Rotary(4))
     for cache in (KVCache(), RollingCache(3, 1)):
@@ -577,7 +597,7 @@ HIDING = {
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["key", "value", "both"])
 @pytest.mark.parametrize("hiding", HIDING)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", [pytest.param("auto", marks=WAITS), *KERNELS[1:]])
 def test_what_is_hidden_does_not_leak(kernel: str, hiding: str, where: str, bad: float, softcap: float | None) -> None:
     """Rows that may not see a broken key are as if it were any other; and so are all gradients that they give."""
     mask, slot = HIDING[hiding]
@@ -719,7 +739,10 @@ def test_narrow_positions_do_not_wrap_around(dtype: torch.dtype, kernel: str) ->
         assert torch.equal(narrow, wide)
 
 
-@pytest.mark.parametrize("kernel", [*KERNELS, "fused"])
+FUSED = pytest.param("fused", marks=pytest.mark.of_cpu("torch has no fused attention for float64 elsewhere"))
+
+
+@pytest.mark.parametrize("kernel", [*KERNELS, FUSED])
 @pytest.mark.parametrize(
     "layout", ["expanded batch", "expanded heads", "expanded keys", "columns", "every other", "one key"]
 )

@@ -16,6 +16,8 @@ from regard import KVCache, MultiHeadAttention, RollingCache
 from regard.masks import Causal, Mask, Padding, Prefix, Window
 from regard.positions import Alibi, RelativeBias, Rotary
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 B, W, H, G, D = 2, 12, 6, 3, 4
 
@@ -409,6 +411,7 @@ def test_a_cache_of_no_grad_goes_on_in_inference_mode() -> None:
     torch.testing.assert_close(out.clone(), layer(x, mask=Causal())[:, 3:], **TIGHT)
 
 
+@pytest.mark.on_meta
 def test_gradient_is_refused() -> None:
     layer, x = new_layer(), text(3)
     for cache in (KVCache(), RollingCache(3)):
@@ -423,6 +426,7 @@ def test_gradient_is_refused() -> None:
         assert frozen(x, cache=KVCache()).shape == x.shape
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize(
     "keys, values, error, words",
     [
@@ -444,6 +448,7 @@ def test_another_shape_is_refused(
     assert len(cache) == 2
 
 
+@pytest.mark.of_cpu("the messages name the CPU")
 @pytest.mark.parametrize("cache", [KVCache(), RollingCache(3)], ids=["KVCache", "RollingCache"])
 def test_another_dtype_or_device_is_refused(cache: KVCache | RollingCache) -> None:
     token = torch.zeros(1, 2, 1, 3)
@@ -500,6 +505,7 @@ def test_positions_and_rows_of_different_lengths_do_not_mix() -> None:
         cache.truncate(torch.tensor([3, 1]))
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize(
     "positions, error, words",
     [

@@ -18,6 +18,8 @@ from regard.cache import Stored
 from regard.masks import Causal, Padding
 from regard.positions import Rotary
 
+pytestmark = pytest.mark.on_device
+
 B, G, D, E = 2, 3, 7, 5
 
 

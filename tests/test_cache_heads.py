@@ -19,6 +19,8 @@ from regard.masks import Causal, Padding, Window
 from regard.models import Decoder, ModelConfig
 from regard.positions import Alibi, Rotary
 
+pytestmark = pytest.mark.on_device
+
 TIGHT: dict[str, Any] = {"rtol": 1e-11, "atol": 1e-11}
 B, W, H, G, D = 2, 12, 6, 3, 4
 

@@ -19,6 +19,8 @@ from regard.masks import Causal, Padding
 from regard.models import Decoder, ModelConfig
 from regard.positions import Rotary
 
+pytestmark = pytest.mark.on_device
+
 EXAMPLES = settings(max_examples=40, deadline=None)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -13,6 +13,8 @@ from torch import Tensor
 from regard import LatentCache
 from regard.cache import together
 
+pytestmark = pytest.mark.on_device
+
 
 def token(n: int = 1, batch: int = 2, rank: int = 5, rope: int = 3, start: float = 0.0) -> tuple[Tensor, Tensor]:
     latents = torch.arange(start, start + n)[None, :, None].expand(batch, n, rank)
@@ -88,6 +90,7 @@ def test_copies_hold_the_same_and_belong_to_nobody() -> None:
     assert len(cache) == 2
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize(
     "options, tensors, words",
     [

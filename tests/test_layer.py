@@ -15,6 +15,8 @@ from regard import AttentionBlock, MultiHeadAttention
 from regard.masks import Causal, Padding, Window
 from regard.positions import Alibi, RelativeBias, Rotary
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
 
@@ -353,11 +355,12 @@ def test_a_layer_built_on_meta_can_be_filled(x: Tensor) -> None:
     trained = new("everything")
     with torch.device("meta"):
         layer = MultiHeadAttention(12, 6, **copy.deepcopy(LAYERS["everything"]))
-    layer = layer.double().to_empty(device="cpu")
+    layer = layer.double().to_empty(device=x.device)
     layer.load_state_dict(trained.state_dict())
     assert torch.equal(layer(x, mask=Causal()), trained(x, mask=Causal()))
 
 
+@pytest.mark.on_meta
 def test_a_call_on_meta_gives_shapes() -> None:
     layer = new("everything").to("meta")
     out, weights = layer(torch.empty(2, 7, 12, dtype=torch.float64, device="meta"), mask=Causal(), need_weights=True)

@@ -16,6 +16,8 @@ from regard.kernels.strips import plan_strips, sides
 from regard.masks import Blocks, Causal, Grid, Hide, Keep, Padding
 from regard.masks.tiles import whole
 
+pytestmark = pytest.mark.on_device
+
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
@@ -190,6 +192,7 @@ def test_watch_measures_what_is_chosen(heads: int) -> None:
     torch.testing.assert_close(seen[0].uniform.entropy, expected)
 
 
+@pytest.mark.of_cpu("values elsewhere are not read for a check")
 def test_wrong_lists_are_refused_in_words() -> None:
     q = torch.randn(2, 3, 10, 4)
     with pytest.raises(ValueError, match="expected Q = 3 blocks of queries, for 10 of them, 4 per block"):

@@ -12,6 +12,8 @@ from regard.kernels import available
 from regard.kernels.lowering import lower_mask, pairs_to_evaluate
 from regard.masks import Causal, Chunk, Documents, Keep, Padding, Window
 
+pytestmark = pytest.mark.on_device
+
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
@@ -58,6 +60,7 @@ def test_documents_and_chunks_together_are_two_rows_of_integers() -> None:
     assert torch.equal(same & Causal().dense(31), mask.dense(31))
 
 
+@pytest.mark.of_cpu("of the native kernel")
 @pytest.mark.skipif("native" not in available(), reason="the native kernel was not compiled")
 def test_documents_and_chunks_in_the_native_kernel() -> None:
     q, k, v = (torch.randn(2, 2, 67, 8) for _ in range(3))

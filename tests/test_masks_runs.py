@@ -12,6 +12,8 @@ from regard.masks import Causal, Documents, Hide, Keep, Mask, Padding, Prefix, T
 from regard.masks.runs import KeySlots, key_runs
 from regard.masks.tiles import whole
 
+pytestmark = pytest.mark.on_device
+
 B, N, M = 2, 5, 7
 
 

@@ -12,6 +12,8 @@ import regard
 from regard.kernels import available
 from regard.masks import Keep, Padding, Tree, Window
 
+pytestmark = pytest.mark.on_device
+
 PARENTS = [-1, 0, 0, 1, -1, 4, 1]
 
 
@@ -128,6 +130,7 @@ def test_measures_and_their_uniform_baselines() -> None:
         torch.testing.assert_close(getattr(records[0], name), getattr(records[1], name))
 
 
+@pytest.mark.of_cpu("values elsewhere are not read for a check")
 def test_wrong_trees_are_refused_in_words() -> None:
     with pytest.raises(ValueError, match="an earlier one, or -1 for the text before, received 1 for draft token 1"):
         Tree(torch.tensor([-1, 1]))

@@ -35,6 +35,8 @@ from regard.measures import (
     rollout,
 )
 
+pytestmark = pytest.mark.on_device
+
 SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -113,6 +115,7 @@ def test_every_measure_is_its_formula(case: Case, kernel: str, strip: int, singl
     check(case, kernel, strip, torch.float32 if single else torch.float64)
 
 
+@pytest.mark.of_cpu("torch gives the log-sum-exp on CPUs alone")
 @SETTINGS
 @given(cases(simple=True), st.sampled_from([6, 2**19]))
 def test_every_measure_from_torchs_own_log_sum_exp(case: Case, strip: int) -> None:

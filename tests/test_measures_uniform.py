@@ -18,6 +18,8 @@ from regard.measures import Measurements, MeasureRun, Plane, Strip, as_measures
 from regard.measures.base import NO_TOKEN
 from regard.measures.uniform import closed_forms, measure_uniform
 
+pytestmark = pytest.mark.on_device
+
 B, N, M = 2, 5, 7
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from regard.presets import CONFIGURATIONS, configuration
 
+pytestmark = pytest.mark.on_device
+
 DOCS = Path(__file__).parent.parent / "docs"
 
 

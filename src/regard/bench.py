@@ -102,7 +102,7 @@ def _contestants(
 ) -> dict[str, Callable[[], object]]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (
-        torch.randn(1, count, n, head_dim, generator=generator).requires_grad_(backward)
+        torch.randn(1, count, n, head_dim, generator=generator, device="cpu").requires_grad_(backward)
         for count in (heads, kv_heads, kv_heads)
     )
     mask, shared = Causal() if causal else None, heads != kv_heads
@@ -308,7 +308,9 @@ class _Bench:
 
         s = self.sizes
         generator = torch.Generator().manual_seed(0)
-        x, d_out = (torch.randn(1, s.tokens, s.width, generator=generator).to(self.device) for _ in range(2))
+        x, d_out = (
+            torch.randn(1, s.tokens, s.width, generator=generator, device="cpu").to(self.device) for _ in range(2)
+        )
         torch.manual_seed(0)
         layer = MultiHeadAttention(s.width, s.heads, num_kv_heads=s.kv_heads, bias=False).to(self.device)
         mask = Causal() if s.causal else None

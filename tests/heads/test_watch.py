@@ -21,6 +21,8 @@ from regard.heads.capture import huggingface, large_calls
 from regard.masks import Causal, Prefix, Window
 from regard.measures import Contribution, Divergence, Heatmap
 
+pytestmark = pytest.mark.on_device
+
 
 def test_tensors_that_live_on_are_as_they_were() -> None:
     model = made(Hand(by_operator))

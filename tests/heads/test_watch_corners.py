@@ -42,6 +42,8 @@ import regard
 from regard.models import generation
 from regard.models.generation import Rules
 
+pytestmark = pytest.mark.on_device
+
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
 
@@ -536,6 +538,7 @@ LOADED = {
 }
 
 
+@pytest.mark.of_cpu("models are loaded on the CPU")
 @pytest.mark.parametrize("family", LOADED)
 def test_models_of_regard(family: str, tmp_path: Path) -> None:
     model, original = loaded(tmp_path, family, **LOADED[family])
@@ -548,6 +551,7 @@ def test_models_of_regard(family: str, tmp_path: Path) -> None:
         agree(seen[number], Oracle(weights, ids=ids), atol=5e-5)
 
 
+@pytest.mark.of_cpu("models are loaded on the CPU")
 @pytest.mark.parametrize("by_ids", [False, True], ids=["", "measures that ask for ids"])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
 def test_generation_of_regard(family: str, by_ids: bool, tmp_path: Path) -> None:
@@ -562,6 +566,7 @@ def test_generation_of_regard(family: str, by_ids: bool, tmp_path: Path) -> None
         agree(seen[number], Oracle(weights, ids=text if by_ids else None), atol=5e-5)
 
 
+@pytest.mark.of_cpu("models are loaded on the CPU")
 def test_generation_of_regard_from_texts_of_two_lengths(tmp_path: Path) -> None:
     """New tokens of the shorter text stand after its own, not after the padding."""
     model, original = loaded(tmp_path, "llama")

@@ -35,6 +35,8 @@ import regard
 from regard import MultiHeadAttention
 from regard.masks import Causal
 
+pytestmark = pytest.mark.on_device
+
 SQUARE = torch.tensor([[False] * N, [False] * 4 + [True] * (N - 4)])
 Run = Callable[[], Tensor]
 

@@ -14,6 +14,8 @@ from regard import DifferentialAttention, KVCache, LatentAttention, LatentCache,
 from regard.masks import Causal, Padding
 from regard.positions import Rotary
 
+pytestmark = pytest.mark.on_device
+
 B, H, N, W = 2, 3, 11, 14
 
 
@@ -288,7 +290,7 @@ class TestDifferential:
         seen.save(tmp_path / "record.safetensors")
         loaded = regard.heads.Record.load(tmp_path / "record.safetensors")
         assert [layer.signed for layer in loaded] == [True, False]
-        close(loaded[0].received, seen[0].received)
+        close(loaded[0].received, seen[0].received.cpu())
         with pytest.raises(ValueError, match=f"a picture: {words}"):
             regard.draw.terminal(loaded)
 

@@ -14,6 +14,8 @@ from regard.attention import prepare
 from regard.kernels import blockwise
 from regard.masks import Causal, Documents, Mask, Padding, Prefix, Window
 
+pytestmark = pytest.mark.on_device
+
 MEASURE = """
 import sys, torch
 import regard

@@ -16,6 +16,8 @@ from regard.kernels import Call, Kernel, blockwise, fused, native, reference
 from regard.kernels.dropout import Dropout
 from regard.masks import Causal, Documents, Hide, Keep, Mask, Padding, Prefix, Tile, Window
 
+pytestmark = pytest.mark.on_device
+
 EXAMPLES = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 CUTS = st.lists(st.floats(0, 1), max_size=2)
 

@@ -7,6 +7,8 @@ import torch
 
 from regard.kernels.dropout import Dropout, new_seed
 
+pytestmark = pytest.mark.on_device
+
 ALL = slice(None)
 
 

@@ -16,6 +16,8 @@ from regard import attend, explain, merge
 from regard.kernels import available, reference
 from regard.masks import Causal, Keep
 
+pytestmark = pytest.mark.on_device
+
 NEGATIVE = float("-inf")
 
 
@@ -86,6 +88,7 @@ def test_the_log_sum_exp_beside_any_option_is_the_references(case: Case) -> None
     torch.testing.assert_close(out, expected[0], rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.of_cpu("torch gives the log-sum-exp on CPUs alone")
 @pytest.mark.usefixtures("without_native")
 def test_fused_gives_it_without_a_gradient_and_says_so() -> None:
     q = torch.randn(1, 2, 5, 4)
@@ -168,6 +171,7 @@ def test_mixed_dtypes_are_summed_in_float32_or_wider(outs: Any, lses: Any, out: 
     torch.testing.assert_close(merged[0], exact[0].to(out), rtol=torch.finfo(out).eps * 2, atol=1e-6)
 
 
+@pytest.mark.on_meta
 def test_what_cannot_be_merged_is_refused_in_words() -> None:
     out, lse = normal(2, 3, 5, 7), normal(2, 3, 5)
     with pytest.raises(ValueError, match="outs: expected at least one part, received none"):

@@ -10,6 +10,8 @@ import torch
 from regard import attend, attention_weights
 from regard.kernels import available
 
+pytestmark = pytest.mark.on_device
+
 E = math.e
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import regard
 from regard import doctor
@@ -106,6 +107,17 @@ def test_what_is_traced_runs_no_self_check(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(self_check, "trusted", lambda device: pytest.fail("it ran"))
     monkeypatch.setattr(self_check, "passed", lambda device: True)
     assert triton.worth(OnCuda())  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_fake_tensors_on_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an export for another machine."""
+    monkeypatch.setattr(availability, "installed", lambda: True)
+    with FakeTensorMode():
+        q = torch.empty(1, 2, 5, 8, device="cuda")
+        out, lse = regard.attend(q, q, q, return_lse=True)
+        assert "self-check has not run on this device" in regard.explain(q, q, q, softcap=2.0)
+    assert (out.shape, lse.shape, out.device.type) == (q.shape, q.shape[:3], "cuda")
 
 
 def test_the_doctor_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

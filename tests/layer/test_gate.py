@@ -11,6 +11,8 @@ from regard import KVCache, MultiHeadAttention
 from regard.layer import Gate
 from regard.masks import Causal
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 GATES = [Gate(), Gate("head"), Gate("element", "softplus"), Gate("head", "softplus", bias=True)]
 gates = pytest.mark.parametrize("gate", GATES, ids=str)

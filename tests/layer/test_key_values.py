@@ -15,6 +15,8 @@ from regard.layer import Gate, KeyValues, Norm
 from regard.masks import Causal, Window
 from regard.positions import MultiAxisRotary, Rotary, Temperature
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 SIZES: dict[str, Any] = {"num_kv_heads": 3, "head_dim": 6, "value_head_dim": 5}
 
@@ -188,12 +190,14 @@ class TestRefused:
         MultiHeadAttention(12, 6, **options)(torch.randn(2, 5, 12), share=shared)
         return shared
 
+    @pytest.mark.on_meta
     def test_no_source(self) -> None:
         with pytest.raises(
             ValueError, match=r"source: expected keys and values of another layer.*remedy: kv = KeyValues"
         ):
             MultiHeadAttention(12, 6, shares_kv=True)(torch.randn(2, 5, 12))
 
+    @pytest.mark.on_meta
     def test_an_empty_one(self) -> None:
         layer = MultiHeadAttention(12, 6, shares_kv=True)
         for source in (KeyValues(), KVCache()):
@@ -202,6 +206,7 @@ class TestRefused:
             ):
                 layer(torch.randn(2, 5, 12), source=source)
 
+    @pytest.mark.on_meta
     def test_a_rolling_cache_or_something_else(self) -> None:
         layer = MultiHeadAttention(12, 6, shares_kv=True)
         with pytest.raises(TypeError, match=r"received a RollingCache, which has forgotten tokens.*share=kv"):
@@ -209,6 +214,7 @@ class TestRefused:
         with pytest.raises(TypeError, match=r"source: expected a KeyValues or a KVCache, received tuple"):
             layer(torch.randn(2, 5, 12), source=(1, 2))  # type: ignore[arg-type]
 
+    @pytest.mark.on_meta
     def test_other_sizes(self) -> None:
         layer = MultiHeadAttention(12, 6, num_kv_heads=2, shares_kv=True)
         with pytest.raises(ValueError, match=r"source: expected batch 2, 2 kv heads, .*received keys \(2, 3, 5, 2\)"):
@@ -218,10 +224,12 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"source: expected at least 7 tokens, as the query has, received 5"):
             layer(torch.randn(2, 7, 12), source=self.filled(num_kv_heads=2))
 
+    @pytest.mark.on_meta
     def test_a_source_for_a_layer_with_its_own(self) -> None:
         with pytest.raises(ValueError, match=r"source: expected none: this layer has keys and values of its own"):
             MultiHeadAttention(12, 6)(torch.randn(2, 5, 12), source=self.filled())
 
+    @pytest.mark.on_meta
     def test_what_a_borrower_cannot_take(self) -> None:
         layer, x, source = MultiHeadAttention(12, 6, shares_kv=True), torch.randn(2, 5, 12), self.filled()
         with pytest.raises(ValueError, match=r"cache: expected none: this layer has shares_kv=True"):
@@ -237,6 +245,7 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"expected keys and values of its own, received another layer's"):
             regard.prune(layer, [0])
 
+    @pytest.mark.on_meta
     def test_share(self) -> None:
         layer, x = MultiHeadAttention(12, 6), torch.randn(2, 5, 12)
         with pytest.raises(ValueError, match=r"share: expected an empty KeyValues, received one that is filled"):

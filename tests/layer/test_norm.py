@@ -11,6 +11,8 @@ from regard.layer import Norm
 from regard.masks import Causal
 from regard.positions import Rotary
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
 

@@ -16,6 +16,8 @@ from regard.layer import Gate, Norm
 from regard.masks import Causal, Window
 from regard.positions import Alibi, MultiAxisRotary, Rotary, Temperature
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-11, "atol": 1e-11}
 
 

@@ -14,6 +14,8 @@ from regard.layer import KeyValues, Norm, ValueMix
 from regard.masks import Causal
 from regard.positions import Rotary
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
 
@@ -111,6 +113,7 @@ def test_it_starts_at_one_half_of_each() -> None:
     assert mix.weight.tolist() == [0.5, 0.5]
 
 
+@pytest.mark.on_meta
 def test_refused() -> None:
     layer, x = MultiHeadAttention(12, 3, value_mix=ValueMix()), torch.randn(2, 5, 12)
     with pytest.raises(ValueError, match=r"value_residual: expected the values of an earlier layer.*kv.new_values"):

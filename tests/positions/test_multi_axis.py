@@ -13,6 +13,8 @@ from regard import KVCache, MultiHeadAttention, RollingCache
 from regard.masks import Causal, Window
 from regard.positions import LinearScaling, MultiAxisRotary, Rotary
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 ORDERS = ["contiguous", "interleaved", "grouped", "separate"]
 orders = pytest.mark.parametrize("order", ORDERS)
@@ -122,6 +124,7 @@ def test_is_copied() -> None:
     assert repr(twin.position_encoding) == wanted
 
 
+@pytest.mark.on_meta
 def test_refused() -> None:
     with pytest.raises(
         ValueError, match=r"sections: expected numbers with the sum 6.*received \(2, 3\), with the sum 5"

@@ -17,6 +17,8 @@ from regard.positions import rotary as module
 from regard.positions.rotary import Rotary, rotate
 from regard.positions.scalings import DynamicNTK, LinearScaling, Llama3, LongRoPE, Scaling, YaRN
 
+pytestmark = pytest.mark.on_device
+
 B, H, N, D = 2, 3, 5, 14
 TRAINED = 64  # of the scalings below
 SHORT, LONG = tuple(1 + 0.1 * i for i in range(7)), tuple(1.5 + 0.7 * i for i in range(7))
@@ -272,10 +274,10 @@ def test_frequencies_are_those_of_transformers(scaling, parameters, length):
 
     expected, attention_factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu", seq_len=length)
     rotary = Rotary(HEAD, base=BASE, scaling=scaling)
-    torch.testing.assert_close(rotary.frequencies(length), expected, atol=0, rtol=0)
+    torch.testing.assert_close(rotary.frequencies(length).cpu(), expected, atol=0, rtol=0)
     assert rotary.attention_factor == attention_factor
     if length is not None:  # the length as a tensor, whose arithmetic is that of float32
-        torch.testing.assert_close(rotary.frequencies(torch.tensor(length)), expected, atol=0, rtol=1e-6)
+        torch.testing.assert_close(rotary.frequencies(torch.tensor(length)).cpu(), expected, atol=0, rtol=1e-6)
 
 
 @pytest.mark.parametrize("scaling, parameters", PUBLISHED.values(), ids=PUBLISHED)
@@ -290,7 +292,7 @@ def test_frequencies_of_a_part_are_those_of_transformers(scaling, parameters, wi
 
     expected, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, "cpu", seq_len=1000)
     rotary = Rotary(HEAD, base=BASE, width=width, scaling=scaling)
-    torch.testing.assert_close(rotary.frequencies(1000), expected, atol=0, rtol=0)
+    torch.testing.assert_close(rotary.frequencies(1000).cpu(), expected, atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("start", [0, 90, 125, 300])
@@ -659,6 +661,7 @@ def test_refuses_what_is_no_scaling():
         Rotary(8, scaling={"factor": 4.0})
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize(
     "shape, positions, words",
     [
@@ -675,6 +678,7 @@ def test_refuses_shapes(shape, positions, words):
         Rotary(D)(torch.zeros(shape), positions)
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize(
     "positions, words",
     [
@@ -695,6 +699,7 @@ def test_angles_refuses_floats():
         Rotary(D).angles(torch.rand(3))
 
 
+@pytest.mark.on_meta
 @pytest.mark.parametrize(
     "x, cos, sin, words",
     [

@@ -18,6 +18,8 @@ from regard.kernels import available, blockwise, reference
 from regard.masks import Causal, Tile, Window
 from regard.positions import Alibi, Bias, RelativeBias, ScoreMod
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-11, "atol": 1e-11}
 
 
@@ -172,6 +174,7 @@ def test_with_dropout_the_same_weights_are_dropped_in_both() -> None:
     torch.testing.assert_close(*results, **TIGHT)
 
 
+@pytest.mark.of_cpu("the reasons are those of a CPU")
 def test_other_kernels_say_why_not() -> None:
     q = torch.randn(1, 2, 300, 4)
     bias = Temperature(torch.zeros(1, 2))
@@ -338,7 +341,7 @@ def test_wrong_answers_are_refused_in_words() -> None:
         regard.attend(q, q, q, bias=Returns(lambda s: None), kernel="reference")
     with pytest.raises(TypeError, match=r"received dtype torch\.bool"):
         regard.attend(q, q, q, bias=Returns(lambda s: s > 0), kernel="blockwise")
-    with pytest.raises(ValueError, match=r"the shape and device of the scores, \(1, 2, 3, 3\) on cpu, received shape"):
+    with pytest.raises(ValueError, match=r"the shape and device of the scores, \(1, 2, 3, 3\) on .*, received shape"):
         regard.attend(q, q, q, bias=Returns(lambda s: s[..., :1]), kernel="reference")
     with pytest.raises(ValueError, match="bias Temperature: expected 2 heads, received 3"):
         regard.attend(q, q, q, bias=Temperature(torch.zeros(1, 3)))

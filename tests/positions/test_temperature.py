@@ -12,6 +12,8 @@ from regard import KVCache, MultiHeadAttention, RollingCache
 from regard.masks import Causal
 from regard.positions import Rotary, Temperature
 
+pytestmark = pytest.mark.on_device
+
 TIGHT = {"rtol": 1e-12, "atol": 1e-12}
 
 
@@ -54,6 +56,7 @@ def test_in_a_layer_and_with_a_cache(rotary: bool) -> None:
     torch.testing.assert_close(out[1], layer(text, mask=Causal())[0, 4:], **TIGHT)
 
 
+@pytest.mark.on_meta
 def test_refused() -> None:
     layer = MultiHeadAttention(18, 3, query_scale=Temperature(2))
     with pytest.raises(

@@ -11,12 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from regard.masks import Causal
 from regard.positions import Rotary
 from regard.positions.scalings import YaRN
+
+pytestmark = pytest.mark.on_device
 
 # Heads divide the width, and those that are rotated as complex numbers begin at an even place: some of them want it.
 HEADS, WIDTH, RANK, NOPE, ROPE, VALUE, Q_RANK = 3, 21, 10, 6, 4, 7, 13

@@ -17,6 +17,8 @@ from regard.masks import Causal, Documents, Padding, Window
 from regard.positions import Alibi, Rotary
 from regard.variants.differential_attention import lambda_init_at
 
+pytestmark = pytest.mark.on_device
+
 SIZES: dict[str, Any] = {"embed_dim": 14, "num_heads": 6, "num_kv_heads": 3, "head_dim": 4}
 
 

@@ -17,6 +17,8 @@ from regard.masks import Causal, Documents, Padding, Window
 from regard.positions import Alibi, Rotary
 from regard.positions.scalings import YaRN
 
+pytestmark = pytest.mark.on_device
+
 SIZES: dict[str, Any] = {
     "embed_dim": 17,
     "num_heads": 3,
@@ -182,6 +184,7 @@ class TestChoiceOfTheForm:
     def which(self, layer: LatentAttention, n: int, m: int) -> str:
         return "absorbed" if layer._absorbs(n, m) else "plain"
 
+    @pytest.mark.of_cpu("the operations that are counted are others elsewhere")
     def test_by_the_number_of_multiply_adds(self) -> None:
         layer = LatentAttention(64, 4, kv_rank=512, nope_head_dim=128, rope_head_dim=64)
 

@@ -389,6 +389,7 @@ class KVCache:
             held = self.lengths
             if held is None or length.shape != held.shape:
                 raise bad_value("truncate", expected="a length per row, (B,)", received=f"shape {shape_of(length)}")
+            length = length.to(held)
             if bool(((length < 0) | (length > held)).any()):
                 raise bad_value(
                     "truncate", expected=f"lengths from 0 to those held, {held.tolist()}", received=length.tolist()
@@ -401,7 +402,7 @@ class KVCache:
                     remedy="hide slots with masks.Padding(keep=...)",
                 )
             self._length = int(length.max()) if length.numel() else 0
-            self._lengths = length.to(held)
+            self._lengths = length
             self._shorten_prefix()
             return
         if not 0 <= length <= self._length:

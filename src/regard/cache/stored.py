@@ -32,7 +32,7 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """
     x = x.float()
     largest = torch.linalg.vector_norm(x, ord=math.inf, dim=-1) if x.numel() else x.new_zeros(x.shape[:-1])
-    if not torch.compiler.is_compiling() and x.numel() and not math.isfinite(largest.max().item()):
+    if not (torch.compiler.is_compiling() or x.is_meta) and x.numel() and not math.isfinite(largest.max().item()):
         raise bad_value(
             'KVCache(dtype="int8")',
             expected="finite keys and values",

@@ -117,12 +117,12 @@ def _numbers(output: Any, kind: str, keep: Tensor | None) -> Tensor:
     values: Tensor = output if isinstance(output, Tensor) else getattr(output, name)
     batch, tokens, _ = values.shape
     if keep is None or keep.shape != (batch, tokens):
-        keep = torch.ones(batch, tokens, dtype=torch.bool)
+        keep = torch.ones(batch, tokens, dtype=torch.bool, device=values.device)
     kept = keep.to(values.device, torch.bool)
     if kind == "vector":
         return ((values.double() * kept[..., None]).sum(1) / kept.sum(1, keepdim=True).clamp(min=1)).cpu()
     last = (kept * torch.arange(tokens, device=kept.device)).amax(1)
-    return values[torch.arange(batch), last].double().log_softmax(-1).cpu()
+    return values[torch.arange(batch, device=values.device), last].double().log_softmax(-1).cpu()
 
 
 def is_causal(record: Record) -> bool:

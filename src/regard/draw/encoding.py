@@ -115,7 +115,7 @@ def encode(model: nn.Module, tokenizer: Any, text: Any) -> Encoded | None:
         raise bad_value("text", expected="at least one token", received=f"ids of shape {shape_of(encoded.ids)}")
     if not (lengths := encoded.keep().sum(1)).all():
         raise bad_value("text", expected="at least one token in each", received=f"lengths {lengths.tolist()}")
-    return encoded.to(next(iter(model.parameters()), torch.empty(0)).device)
+    return encoded.to(next(iter(model.parameters()), torch.empty(0, device="cpu")).device)
 
 
 # What was given
@@ -208,8 +208,8 @@ def encode_text(tokenizer: Any, parts: tuple[str, ...], is_target: bool = False)
     if is_tokenizer(tokenizer):  # of tokenizers
         with tokenizing("".join(parts)):
             encoding = tokenizer.encode(*parts)
-        types = {"token_type_ids": torch.tensor([encoding.type_ids])} if parts[1:] else {}
-        return {"input_ids": torch.tensor([encoding.ids], dtype=torch.int64), **types}
+        types = {"token_type_ids": torch.tensor([encoding.type_ids], device="cpu")} if parts[1:] else {}
+        return {"input_ids": torch.tensor([encoding.ids], dtype=torch.int64, device="cpu"), **types}
     raise bad_type("tokenizer", expected="one of transformers or of tokenizers", received=type(tokenizer).__name__)
 
 

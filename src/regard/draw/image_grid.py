@@ -87,9 +87,9 @@ class ImageGrid:
         [[1, 2, 0]]
         """
         size = self.block
-        squares = torch.arange(self.count).view(-1, size, size)
+        squares = torch.arange(self.count, device="cpu").view(-1, size, size)
         if self.order:
-            squares = squares[torch.tensor(self.order).argsort()]
+            squares = squares[torch.tensor(self.order, device="cpu").argsort()]
         squares = squares.view(self.rows // size, self.cols // size, size, size)
         return squares.transpose(1, 2).reshape(self.rows, self.cols) + self.first
 
@@ -137,7 +137,7 @@ class ImageGrid:
     def is_image(self, tokens: int) -> Tensor:
         """True for the patches of a sequence of so many tokens, (N,)."""
         check_fits(self, tokens, "tokens")
-        mask = torch.zeros(tokens, dtype=torch.bool)
+        mask = torch.zeros(tokens, dtype=torch.bool, device="cpu")
         mask[self.first : self.span.stop] = True
         return mask
 
@@ -167,7 +167,7 @@ class VisionTower(NamedTuple):
             return ()
         config = self.config
         side = config.window_size // config.spatial_merge_size // config.patch_size  # of a window, in squares
-        squares = torch.arange(rows * cols).view(rows, cols)
+        squares = torch.arange(rows * cols, device="cpu").view(rows, cols)
         windows = [part for band in squares.split(side, 0) for part in band.split(side, 1)]
         return tuple(torch.cat([window.flatten() for window in windows]).tolist())
 

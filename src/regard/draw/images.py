@@ -79,7 +79,7 @@ def encode_image(model: nn.Module, processor: Any, text: Any, image: Any) -> Ima
         received = ", ".join(encoded) or "nothing"
         raise bad_value("processor", expected="one that returns pixel_values for an image", received=received)
     optional = OPTIONAL | {"mm_token_type_ids"}
-    parameter = next(model.parameters(), torch.empty(0))
+    parameter = next(model.parameters(), torch.empty(0, device="cpu"))
     inputs = {
         name: _moved(torch.as_tensor(x) if hasattr(x, "__array__") else x, parameter)
         for name, x in encoded.items()

@@ -283,7 +283,7 @@ def _prepare_decoder(
 
 def _batch(model: nn.Module, tokenizer: Any, rows: list[list[int]], encoded: Encoded) -> Encoded:
     """Lists of ids as a batch, on the device of others."""
-    inputs = [{"input_ids": torch.tensor([row])} for row in rows]
+    inputs = [{"input_ids": torch.tensor([row], device="cpu")} for row in rows]
     return stack_rows(inputs, pad_id(model, tokenizer), encoded.several).to(encoded.ids.device)
 
 

@@ -138,8 +138,8 @@ class Panel:
     def _pooled_strips(self, rows: int, cols: int) -> Tensor:
         """Sums of weights over the cells of a text without its padding, strip by strip."""
         n, m = self.shape
-        sums = torch.zeros(self.heads, min(rows, n), min(cols, m))
-        cell = torch.arange(n) * sums.shape[1] // max(n, 1)
+        sums = torch.zeros(self.heads, min(rows, n), min(cols, m), device="cpu")
+        cell = torch.arange(n, device="cpu") * sums.shape[1] // max(n, 1)
         for first in range(0, n, STRIP):
             strip = slice(first, first + STRIP)
             sums.index_add_(1, cell[strip], _pool(self._weights(None, strip).float().cpu(), cols, 2))
@@ -155,7 +155,7 @@ def _within(tokens: range, part: slice | None = None) -> slice:
 def sizes(tokens: int, cells: int) -> Tensor:
     """How many of `tokens` fall into each of `cells`, as in `measures.Heatmap`: token i into cell
     i * cells // tokens."""
-    return torch.bincount(torch.arange(tokens) * cells // max(tokens, 1), minlength=cells)
+    return torch.bincount(torch.arange(tokens, device="cpu") * cells // max(tokens, 1), minlength=cells)
 
 
 def _pool(sums: Tensor, cells: int, dim: int) -> Tensor:

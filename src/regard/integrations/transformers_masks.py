@@ -276,14 +276,17 @@ _TRUSTED: set[str] = set()
 def _agrees(factory: str) -> bool:
     """Whether a rule of this transformers is what we take it for: on a small text, once."""
     _TRUSTED.add(factory)  # (while it is tried)
-    texts, places = torch.tensor([[3, 3, 5, 5, 5, 7, 7]]), torch.tensor([[0, 1, 0, 1, 2, 0, 1]])
+    texts, places = (
+        torch.tensor([[3, 3, 5, 5, 5, 7, 7]], device="cpu"),
+        torch.tensor([[0, 1, 0, 1, 2, 0, 1]], device="cpu"),
+    )
     causal = masking_utils.causal_mask_function
     samples: dict[str, tuple[Any, ...]] = {
         "and_masks": (causal, masking_utils.bidirectional_mask_function),
         "or_masks": (causal, causal),
         "sliding_window_overlay": (3,),
         "sliding_window_bidirectional_overlay": (2,),
-        "chunked_overlay": (2, torch.zeros(1, dtype=torch.int64)),
+        "chunked_overlay": (2, torch.zeros(1, dtype=torch.int64, device="cpu")),
         "packed_sequence_mask_function": (texts,),
         "remap_positions_for_packed_sequence": (causal, places),
         "blockwise_overlay": (texts - 5,),

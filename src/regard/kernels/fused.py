@@ -131,7 +131,7 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     mask, causal = call.derive(_operands)
     q, k, v = (x.detach() if x.stride(-1) == 1 else x.detach().contiguous() for x in (call.q, call.k, call.v))
     if mask is not None and mask.dtype is torch.bool:
-        mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+        mask = torch.zeros(mask.shape, dtype=q.dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=mask, scale=call.scale
     )

@@ -1,4 +1,5 @@
-"""Masks and biases as the native kernel takes them: a range of keys per query, documents, and what is left dense.
+"""What our own kernels, native and triton, share: which calls they serve, and masks and biases as they take them: a
+range of keys per query, documents, and what is left dense.
 
     Causal, Window, Padding   numbers: each query sees one run of keys, found without looking at a single pair
     Documents, Chunk          two rows of integers, for all of them together
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard import tuning
 from regard.kernels.call import Call
 from regard.masks import Causal, Chunk, Documents, Hide, Keep, Mask, Padding, Tile, Window
 
@@ -26,12 +28,50 @@ __all__ = [
     "Added",
     "Visible",
     "bias_gradients",
+    "broadcast_strides",
     "by_distance",
+    "gradient_like",
+    "in_rows",
     "lower_biases",
     "lower_mask",
     "new_gradient",
     "pairs_to_evaluate",
+    "why_not_lowered",
 ]
+
+MOST = (2**31 - 1) // 2  # queries, and keys
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def why_not_lowered(call: Call, widest: int) -> str | None:
+    """In words, where a kernel of our own cannot serve a call, whatever it computes on; heads may be so wide."""
+    if call.q.dtype not in DTYPES:
+        return f"it accumulates in float32, too little for {call.q.dtype}"
+    if torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export():
+        return "what is exported must not need this library"
+    if call.q.numel() == 0 or call.v.numel() == 0:
+        return "a size is zero"
+    if max(call.shape[2:]) > MOST:
+        return f"there are more than {MOST} queries or keys, which it counts in 32 bits"
+    if call.q.shape[3] > widest or call.v.shape[3] > widest:
+        return f"heads are wider than {widest}"
+    if call.changes_scores:
+        return "it adds to scores, and cannot change them by a function (positions.ScoreMod)"
+    if (call.mask is not None or call.biases) and call.derive(pairs_to_evaluate) > tuning.DENSE_LIMIT:
+        return "it would need the mask or the bias as a dense tensor, a large one"
+    return None
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """A tensor (B, heads, rows, width) as it is where the numbers of a row lie side by side, else a copy."""
+    x = x.resolve_neg() if x.is_neg() else x  # (a view may have its signs changed by a mark, which kernels do not see)
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+
+
+def gradient_like(x: Tensor) -> Tensor:
+    """Memory for a gradient, laid out as what it belongs to, where that lies in rows."""
+    grad = torch.empty_like(x)
+    return grad if grad.stride(3) == 1 or grad.shape[3] == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 @dataclass

@@ -20,6 +20,7 @@ from torch import get_num_threads as num_threads
 from regard.kernels import native, plans
 from regard.kernels import native_library as library
 from regard.kernels.call import Call
+from regard.kernels.lowering import in_rows
 from regard.kernels.native_statistics import NO_STATISTICS, Statistics
 from regard.measures import MeasureRun
 
@@ -66,7 +67,7 @@ def keep(call: Call, run: MeasureRun, out: Tensor | None, lse: Tensor) -> None:
     key, loaded = _key(call, run, out is not None), library.load()
     if key is None or run.kept is None or run.sees_all is None or loaded is None:
         return
-    if any(native._in_rows(x) is not x for x in (call.q, call.k, call.v)) or not plans._in_place(call):
+    if any(in_rows(x) is not x for x in (call.q, call.k, call.v)) or not plans._in_place(call):
         return
     packed = native._packed(call, out, lse).call
     before, after = packed[: plans._FIRST], packed[plans._LAST : -_STATISTICS.size]

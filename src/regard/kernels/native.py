@@ -25,10 +25,12 @@ from regard.kernels.lowering import (
     Visible,
     bias_gradients,
     broadcast_strides,
+    gradient_like,
+    in_rows,
     lower_biases,
     lower_mask,
     new_gradient,
-    pairs_to_evaluate,
+    why_not_lowered,
 )
 from regard.kernels.native_library import CALL, DTYPES, GRADIENTS, SEGMENT
 from regard.kernels.native_statistics import NO_STATISTICS, Statistics
@@ -40,7 +42,6 @@ __all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not
 name = "native"
 
 WIDEST = 1024  # numbers of a head
-MOST = (2**31 - 1) // 2  # queries, and keys
 
 
 def why_not(call: Call) -> str | None:
@@ -52,21 +53,7 @@ def why_not(call: Call) -> str | None:
         return missing
     if call.q.device.type != "cpu":
         return f"it is for CPUs, and the tensors are on {call.q.device.type}"
-    if call.q.dtype not in DTYPES:
-        return f"it accumulates in float32, too little for {call.q.dtype}"
-    if torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export():
-        return "what is exported must not need this library"
-    if call.q.numel() == 0 or call.v.numel() == 0:
-        return "a size is zero"
-    if max(call.shape[2:]) > MOST:
-        return f"there are more than {MOST} queries or keys, which it counts in 32 bits"
-    if call.q.shape[3] > WIDEST or call.v.shape[3] > WIDEST:
-        return f"heads are wider than {WIDEST}"
-    if call.changes_scores:
-        return "it adds to scores, and cannot change them by a function (positions.ScoreMod)"
-    if (call.mask is not None or call.biases) and call.derive(pairs_to_evaluate) > tuning.DENSE_LIMIT:
-        return "it would need the mask or the bias as a dense tensor, a large one"
-    return None
+    return why_not_lowered(call, WIDEST)
 
 
 def worth(call: Call) -> bool:
@@ -148,8 +135,8 @@ class _Packed(NamedTuple):
 
 def _packed(call: Call, out: Tensor | None, lse: Tensor, statistics: Sequence[int] = NO_STATISTICS) -> _Packed:
     """A call as C reads it. `statistics`: the fields of args.h from `entropy` on."""
-    q, segments = _in_rows(call.q), _segments(call.k, call.v)
-    k, v = (_NOWHERE, _NOWHERE) if segments is not None else (_in_rows(call.k), _in_rows(call.v))
+    q, segments = in_rows(call.q), _segments(call.k, call.v)
+    k, v = (_NOWHERE, _NOWHERE) if segments is not None else (in_rows(call.k), in_rows(call.v))
     batch, heads, n, width = q.shape
     _, groups, m, value_width = call.v.shape
     seen = _ALL if call.mask is None else call.derive(lower_mask)
@@ -200,7 +187,7 @@ def _packed(call: Call, out: Tensor | None, lse: Tensor, statistics: Sequence[in
 
 
 _ALL = Visible()
-_NOWHERE = torch.empty(0, 0, 0, 0)  # stands for keys and values that are given as segments
+_NOWHERE = torch.empty(0, 0, 0, 0, device="cpu")  # stands for keys and values that are given as segments
 
 
 def _segments(k: Tensor, v: Tensor) -> Tensor | None:
@@ -214,12 +201,6 @@ def _segments(k: Tensor, v: Tensor) -> Tensor | None:
         numbers = (stride for each in strides for stride in each)
         packed += SEGMENT.pack(*map(_address, parts), keys.numbers.shape[2], *numbers)
     return torch.frombuffer(packed, dtype=torch.uint8)
-
-
-def _in_rows(x: Tensor) -> Tensor:
-    """As it is where the numbers of a row lie side by side, else a copy."""
-    x = x.resolve_neg() if x.is_neg() else x  # (a view may have its signs changed by a mark, which C does not see)
-    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
 def _address(x: Tensor | None) -> int:
@@ -266,12 +247,12 @@ class _Loops:
         loaded = library.load()
         assert loaded is not None
         grads: list[Tensor | None] = [
-            _new_gradient(x) if want else None for x, want in zip((call.q, call.k, call.v), wanted, strict=False)
+            gradient_like(x) if want else None for x, want in zip((call.q, call.k, call.v), wanted, strict=False)
         ]
         others = wanted[3:]
         want_sinks = others.pop(0) if call.sinks is not None else False
         d_sinks = lse.new_empty(lse.shape[:2]) if want_sinks else None
-        d_out, out = _in_rows(d_out), _in_rows(out)
+        d_out, out = in_rows(d_out), in_rows(out)
         packed = _packed(call, out, lse)
         d_added = new_gradient(packed.added) if packed.added is not None and any(others) else None
         loaded.backward(packed.call, _packed_gradients(d_out, d_lse, grads, d_added, d_sinks))
@@ -302,12 +283,6 @@ def _packed_gradients(
         *((0, 0, 0, 0, 0) if d_added is None else _bias(d_added)),
         _address(d_sinks),
     )
-
-
-def _new_gradient(x: Tensor) -> Tensor:
-    """Memory for a gradient, laid out as what it belongs to, where that lies in rows."""
-    grad = torch.empty_like(x)
-    return grad if grad.stride(3) == 1 or grad.shape[3] == 1 else torch.empty(x.shape, dtype=x.dtype)
 
 
 differentiable_forward = operators.register(name, _Loops())

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from regard.kernels.call import Call
+from regard.kernels.reductions import flat_lists, is_contiguous, is_unpadded, item_stride, joined_columns, numbered
 from regard.measures import (
     Crop,
     Distance,
@@ -39,7 +40,7 @@ from regard.measures import (
     TopLinks,
 )
 
-__all__ = ["NO_STATISTICS", "Statistics", "flat_lists", "is_contiguous", "numbered"]
+__all__ = ["NO_STATISTICS", "Statistics"]
 
 _BY_NAME: dict[type[Measure], str] = {
     Entropy: "entropy",
@@ -128,10 +129,9 @@ class Statistics:
         columns = [reduction.columns for _, reduction in self.reductions if reduction.columns is not None]
         if not columns:
             return
-        lead = [max(x.shape[axis] for x in columns) for axis in (0, 1)]
-        factors = self._input(torch.cat([x.to(torch.float32).expand(*lead, -1, -1) for x in columns], 2))
+        factors = self._input(joined_columns(columns))
         self._add("columns", (self.plane.queries, factors.shape[2]))
-        strides = _item_stride(factors), _item_stride(factors, 1)
+        strides = item_stride(factors), item_stride(factors, 1)
         self._put(_FIELDS["columns"] + 1, factors.data_ptr(), factors.shape[2], *strides)
 
     def _place_lists(self, run: MeasureRun) -> None:
@@ -147,7 +147,7 @@ class Statistics:
         self.inputs.append(flat)
         self._add("lists", (self.plane.queries, flat.count))
         addresses = [x.data_ptr() for x in (flat.keys, flat.begin, flat.end)]
-        self._put(_FIELDS["lists"] + 1, *addresses, flat.count, _item_stride(flat.begin))
+        self._put(_FIELDS["lists"] + 1, *addresses, flat.count, item_stride(flat.begin))
 
     def _add(self, name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
         """Reserve a part of the block for (B, H, *shape)."""
@@ -166,7 +166,7 @@ class Statistics:
 
     def new_block(self) -> Tensor:
         """Memory for the results of one call."""
-        return torch.zeros(self.size // 8, dtype=torch.int64)
+        return torch.zeros(self.size // 8, dtype=torch.int64, device="cpu")
 
     def packed(self, block: Tensor) -> list[int]:
         """The fields of args.h from `entropy` on."""
@@ -246,48 +246,12 @@ def _serves(measure: Measure, plane: Plane, contiguous: bool) -> bool:
     kind = type(measure)
     if kind is OnFirst:
         return plane.first is None  # (C looks at slot 0)
-    if kind in (Heatmap, Crop):  # texts of several lengths have cells of several sizes
-        return plane.padding is None and plane.key_padding is None
+    if kind in (Heatmap, Crop):
+        return is_unpadded(plane)
     if kind is Offsets:
         return contiguous
     return kind in _BY_NAME
 
 
-def is_contiguous(call: Call, plane: Plane) -> bool:
-    """Whether the plane's positions are those of the call, one after another, up to where they begin."""
-    return call.contiguous and plane.once(("contiguous", call.q_start), lambda: _in_steps(call, plane))
-
-
-def _in_steps(call: Call, plane: Plane) -> bool:
-    keys, queries = plane.k_positions, plane.q_positions
-    if keys is call.whole().k_positions and queries is call.whole().q_positions:
-        return True
-    rows = torch.arange(queries.shape[1], device=queries.device) + call.q_start
-    slots = torch.arange(keys.shape[1], device=keys.device)
-    return torch.equal(queries - keys[:, :1], rows[None].expand(queries.shape)) and torch.equal(
-        keys - keys[:, :1], slots[None].expand(keys.shape)
-    )
-
-
-def flat_lists(lists: KeyLists) -> KeyLists:
-    """With indices into the keys of all items in a row, as C reads them."""
-    keys, begin, end = lists.keys.contiguous(), lists.begin, lists.end
-    if keys.shape[0] > 1:
-        first = torch.arange(keys.shape[0], device=keys.device)[:, None, None] * keys.shape[1]
-        begin, end = begin + first, end + first
-    return KeyLists(keys, begin.contiguous(), end.contiguous())
-
-
-def numbered(slots: Tensor, plane: Plane) -> Tensor:
-    """The numbers in the whole text of keys in some slots; -1 stays -1."""
-    if plane.numbers is None:
-        return slots
-    return plane.numbers[slots.clamp(min=0)].where(slots >= 0, -1)
-
-
 def _positions(queries: Tensor, keys: Tensor) -> tuple[int, ...]:
-    return queries.data_ptr(), keys.data_ptr(), _item_stride(queries), _item_stride(keys)
-
-
-def _item_stride(x: Tensor, axis: int = 0) -> int:
-    return 0 if x.shape[axis] == 1 else x.stride(axis)
+    return queries.data_ptr(), keys.data_ptr(), item_stride(queries), item_stride(keys)

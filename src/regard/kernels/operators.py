@@ -295,7 +295,7 @@ def _tell_vmap(ops: _Operators) -> None:
     torch.library.register_vmap(f"regard::{ops.name}_backward", batched_backward, lib=_LIBRARY)
 
 
-_NOTHING = torch.empty(0)  # stands for a tensor that autograd keeps
+_NOTHING = torch.empty(0, device="cpu")  # stands for a tensor that autograd keeps
 
 
 class _FirstOnly(torch.autograd.Function):

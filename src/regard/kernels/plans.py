@@ -34,7 +34,7 @@ from torch.compiler import is_compiling
 from regard.kernels import native, run
 from regard.kernels import native_library as library
 from regard.kernels.call import Call
-from regard.kernels.lowering import lower_mask
+from regard.kernels.lowering import gradient_like, in_rows, lower_mask
 from regard.kernels.operators import first_derivatives_only
 from regard.kernels.precision import fixed_precision
 from regard.masks import And, Causal, Keep, Padding, Window
@@ -107,9 +107,9 @@ def _gradients(
 ) -> list[Tensor | None]:
     """The wanted gradients of q, k and v."""
     q, k, v = learned
-    d_out = native._in_rows(d_out)
+    d_out = in_rows(d_out)
     addresses = pack(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
-    grads = [native._new_gradient(x) if want else None for x, want in zip(learned, wanted, strict=True)]
+    grads = [gradient_like(x) if want else None for x, want in zip(learned, wanted, strict=True)]
     assert plan.found is not None and plan.found[0] is not None
     plan.found[0].backward(plan.before + addresses + plan.after, native._packed_gradients(d_out, None, grads))
     return grads
@@ -221,7 +221,7 @@ def keep(key: Hashable, call: Call, out: Tensor, kernel: str) -> None:
 
 def _plan_of(call: Call, out: Tensor) -> Plan | None:
     found, loaded = library._found, library.load()
-    if loaded is None or any(native._in_rows(x) is not x for x in (call.q, call.k, call.v)) or not _in_place(call):
+    if loaded is None or any(in_rows(x) is not x for x in (call.q, call.k, call.v)) or not _in_place(call):
         return None
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in call.learned())
     packed = native._packed(call, out, out.new_empty(out.shape[:3], dtype=torch.float32)).call
@@ -242,4 +242,4 @@ def _in_place(call: Call) -> bool:
     return given.issuperset(read)
 
 
-_NOTHING = torch.empty(0)  # stands for a tensor that autograd keeps
+_NOTHING = torch.empty(0, device="cpu")  # stands for a tensor that autograd keeps

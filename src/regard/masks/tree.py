@@ -87,7 +87,7 @@ class Tree(Mask):
 def _check_order(parents: Tensor) -> None:
     if traced(parents) or parents.device.type != "cpu":
         return  # (on other devices the answer would have to be waited for)
-    wrong = (parents < -1) | (parents >= torch.arange(parents.shape[1]))
+    wrong = (parents < -1) | (parents >= torch.arange(parents.shape[1], device=parents.device))
     if wrong.any():
         item, token = (int(x) for x in wrong.nonzero()[0])
         raise bad_value(

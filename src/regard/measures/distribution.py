@@ -134,7 +134,7 @@ class Offsets(Measure):
         state[strip.batch, strip.heads] += strip.at(strip.q_positions[..., None] + offsets).sum(2)
 
     def reduction(self, plane: Plane, prepared: Any) -> Reduction:
-        offsets = torch.arange(-self.before, self.after + 1)
+        offsets = torch.arange(-self.before, self.after + 1, device=plane.q_positions.device)
         return Reduction(lists=keys_near(plane, offsets, offsets))
 
     def take(self, state: Tensor, sums: Sums, plane: Plane, prepared: Any) -> None:
@@ -170,7 +170,7 @@ class Near(Measure):
         state[strip.where] = strip.at(strip.q_positions[..., None] + offsets)
 
     def reduction(self, plane: Plane, prepared: Any) -> Reduction:
-        offsets = torch.arange(-self.before, self.after + 1)
+        offsets = torch.arange(-self.before, self.after + 1, device=plane.q_positions.device)
         return Reduction(lists=keys_near(plane, offsets, offsets))
 
     def take(self, state: Tensor, sums: Sums, plane: Plane, prepared: Any) -> None:

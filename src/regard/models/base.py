@@ -63,11 +63,11 @@ def padded(rows: Sequence[Sequence[int]], value: int = 0, side: Literal["right",
     if not rows:
         raise bad_value("texts", expected="at least one", received="none")
     longest = max(map(len, rows))
-    ids = torch.full((len(rows), longest), value, dtype=torch.int64)
-    keep = torch.zeros(len(rows), longest, dtype=torch.bool)
+    ids = torch.full((len(rows), longest), value, dtype=torch.int64, device="cpu")
+    keep = torch.zeros(len(rows), longest, dtype=torch.bool, device="cpu")
     for i, row in enumerate(rows):
         where = slice(0, len(row)) if side == "right" else slice(longest - len(row), longest)
-        ids[i, where] = torch.tensor(row, dtype=torch.int64)
+        ids[i, where] = torch.tensor(row, dtype=torch.int64, device="cpu")
         keep[i, where] = True
     return Batch(ids, keep)
 

@@ -150,7 +150,7 @@ class Encoder(TextModel):
                 pooled = (wide * keep[..., None]).sum(1) / keep.sum(1, keepdim=True)
             if self.config.normalised:
                 pooled = F.normalize(pooled, dim=-1)
-            out[torch.tensor(chosen)] = pooled.to(out.dtype)
+            out[torch.tensor(chosen, device=self.device)] = pooled.to(out.dtype)
         return out
 
     def _truncated(self, text: str) -> list[int]:

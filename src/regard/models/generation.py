@@ -55,7 +55,7 @@ class Rules:
         """The random generator; None for torch's default. Sharded processes use the same seed."""
         seed = self.seed
         if seed is None and self.temperature and model.first is not None:
-            seed = model.first(int(torch.randint(2**62, ())))
+            seed = model.first(int(torch.randint(2**62, (), device="cpu")))
         return None if seed is None else torch.Generator(model.device).manual_seed(seed)
 
 

@@ -27,7 +27,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float, norm_type: fl
         raise bad_value("max_norm", expected="above 0", received=max_norm)
     gradients = [p.grad for p in ([parameters] if isinstance(parameters, Tensor) else parameters) if p.grad is not None]
     if not gradients:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
     whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = torch.linalg.vector_norm(torch.stack([norm.to(whole[0].device) for norm in whole]), norm_type)

@@ -53,7 +53,7 @@ class Tokens:
         else:
             chunks = _even(self.total, 2 * len(self.lengths))
             order = [(r, 2 * len(self.lengths) - 1 - r) for r in range(len(self.lengths))]
-        ends = torch.tensor([0, *chunks]).cumsum(0).tolist()
+        ends = torch.tensor([0, *chunks], device="cpu").cumsum(0).tolist()
         runs = [tuple(slice(ends[i], ends[i + 1]) for i in own if chunks[i]) for own in order]
         return tuple(runs)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import regard
 from regard.kernels import reference, triton
-from regard.masks import Causal, Documents, Keep, Padding, Prefix, Window
-from regard.positions import Alibi, RelativeBias
+from regard.masks import Blocks, Causal, Chunk, Documents, Keep, Padding, Prefix, Tree, Window
+from regard.positions import Alibi, RelativeBias, ScoreMod
 
 FEW = settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 MANY = settings(FEW, max_examples=150)
@@ -65,6 +65,12 @@ def test_log_sum_exp_and_its_gradient_of_many_cases(case: Case, strides: str, si
     log_sum_exp_agrees(case, strides, side)
 
 
+def chosen_blocks(batch: int, heads: int, query_blocks: int, keys: int, size: int) -> Tensor:
+    """Two blocks of keys for each block of queries, or one, or none: (batch, heads, query_blocks, 2)."""
+    numbers = torch.arange(batch * heads * query_blocks * 2).view(batch, heads, query_blocks, 2)
+    return numbers * 5 % (-(-keys // size) + 1) - 1
+
+
 MASKS: dict[str, Any] = {
     "none": lambda b, h, n, m: None,
     "causal": lambda b, h, n, m: Causal(),
@@ -74,6 +80,10 @@ MASKS: dict[str, Any] = {
     "holes": lambda b, h, n, m: Padding(keep=torch.arange(b * m).view(b, m) % 7 > 1),
     "left": lambda b, h, n, m: Causal() & Padding(keep=torch.arange(m)[None] >= torch.arange(b)[:, None] * 5),
     "documents": lambda b, h, n, m: Causal() & Documents(torch.arange(n) // 17, torch.arange(m) // 17),
+    "chunk": lambda b, h, n, m: Causal() & Chunk(13, start=5),
+    "chunks of documents": lambda b, h, n, m: Chunk(11) & Documents(torch.arange(n) // 17, torch.arange(m) // 17),
+    "blocks": lambda b, h, n, m: Blocks(chosen_blocks(1, h, -(-n // 5), m, 7), size=7, query_size=5),
+    "blocks per item": lambda b, h, n, m: Causal() & Blocks(chosen_blocks(b, 1, -(-n // 8), m, 8), size=8),
     "dense": lambda b, h, n, m: Keep(torch.arange(n * m).view(n, m) % 5 != 0),
     "per head": lambda b, h, n, m: Keep(torch.arange(h * n * m).view(1, h, n, m) % 3 != 0),
     "prefix": lambda b, h, n, m: Causal() | Prefix(19),
@@ -103,6 +113,73 @@ def test_sizes_beside_an_edge(mask: str) -> None:
 @pytest.mark.parametrize("mask", MASKS)
 def test_sizes_around_every_edge(mask: str) -> None:
     sizes_agree(mask, list(zip(EDGES, EDGES[::-1], strict=True)) + [(n, n) for n in EDGES])
+
+
+@pytest.mark.parametrize("before", [0, 30])
+def test_drafts_in_a_tree(before: int) -> None:
+    """Of one text, and of two with trees of their own."""
+    parents = torch.tensor([[-1, 0, 0, 1, 2, -1, 4], [-1, 0, 1, 2, 3, 4, 5]])
+    for tree in (Tree(parents[0]), Tree(parents)):
+        q, k, v = (torch.randn(2, h, m, 8) for h, m in ((4, 7), (2, 7 + before), (2, 7 + before)))
+        case = Case(q, k, v, {"mask": tree, "positions": tree.positions(before)}).to(torch.float32)
+        assert_accurate(case, case.with_gradients(case.attend("triton")), f"{tree}")
+
+
+@pytest.mark.parametrize("name", ["chunk", "blocks"])
+def test_masks_of_queries_that_continue_a_text(name: str) -> None:
+    """As with a cache: many keys, and queries at the end of them."""
+    q, k, v = torch.randn(2, 4, 3, 8), torch.randn(2, 2, 41, 8), torch.randn(2, 2, 41, 8)
+    case = Case(q, k, v, {"mask": MASKS[name](2, 4, 3, 41), "positions": torch.arange(38, 41)}).to(torch.float32)
+    assert_accurate(case, case.with_gradients(case.attend("triton")), name)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "sinks": torch.arange(4.0)}, {"mask": Chunk(11)}])
+def test_the_log_sum_exp_that_is_returned(options: dict[str, Any]) -> None:
+    q, k, v = torch.randn(2, 4, 19, 8), torch.randn(2, 2, 37, 8), torch.randn(2, 2, 37, 5)
+    case = Case(q, k, v, options).to(torch.float32)
+    out, lse = regard.attend(case.q, case.k, case.v, return_lse=True, kernel="triton", **case.options)
+    right = reference.forward(case.to(torch.float64).call())[1]
+    torch.testing.assert_close(lse.double(), right, rtol=2e-6, atol=2e-6)
+    assert_accurate(case, case.with_gradients(out, lse), "triton", lse=True)
+
+
+def test_parts_of_the_keys_are_merged_to_the_whole() -> None:
+    """With gradients, where one part hides everything from some queries."""
+    case = Case(*(torch.randn(2, h, m, 8) for h, m in ((4, 19), (2, 37), (2, 37))), {"mask": Causal()})
+    case = case.to(torch.float32)
+    parts = [
+        regard.attend(
+            case.q, case.k[:, :, keys], case.v[:, :, keys], mask=Causal(), kernel="triton", return_lse=True,
+            positions=torch.arange(18, 37), key_positions=torch.arange(37)[keys],
+        )
+        for keys in (slice(0, 25), slice(25, 37))
+    ]  # fmt: skip
+    out, lse = regard.merge(*zip(*parts, strict=True))
+    torch.testing.assert_close(lse.double(), reference.forward(case.to(torch.float64).call())[1], rtol=2e-6, atol=2e-6)
+    assert_accurate(case, case.with_gradients(out), "merged")
+
+
+class Squash(ScoreMod):
+    """A tanh of each score, whose reach each head learns."""
+
+    def __init__(self, reach: Tensor) -> None:
+        self.weight = reach  # (1, H)
+
+    def block(self, tile: Any, scores: Tensor) -> Tensor:
+        reach = self.weight[:, :, None, None]
+        return reach * torch.tanh(scores / reach)
+
+
+def test_functions_of_scores_are_refused_in_words() -> None:
+    """A kernel cannot call Python; others can."""
+    q = torch.randn(1, 2, 5, 8)
+    squash = Squash(torch.full((1, 2), 2.0))
+    with pytest.raises(ValueError, match=r"kernel 'triton': .*cannot change them by a function \(positions.ScoreMod\)"):
+        regard.attend(q, q, q, bias=squash, kernel="triton")
+    with pytest.raises(ValueError, match=r"kernel 'triton': .*positions.ScoreMod"):
+        regard.measure(q, q, q, bias=squash, kernel="triton")
+    right = regard.attend(q, q, q, softcap=2.0, kernel="triton")
+    torch.testing.assert_close(regard.attend(q, q, q, bias=squash), right, rtol=1e-5, atol=1e-5)
 
 
 def widths_agree(width: int, dtype: torch.dtype) -> None:

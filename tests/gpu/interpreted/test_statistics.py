@@ -10,7 +10,7 @@ from torch import Tensor
 
 import regard
 from regard.kernels import blockwise, run, triton
-from regard.masks import Causal, Documents, Keep, Padding, Window
+from regard.masks import Blocks, Causal, Chunk, Documents, Keep, Padding, Tree, Window
 from regard.measures import Contribution, Crop, Heatmap, Links, Local, Offsets, Pairs
 from regard.positions import Alibi
 
@@ -36,6 +36,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {"mask": Causal() & Window(9)},
     "padding": {"mask": Padding(lengths=torch.tensor([M, 0]))},
     "documents": {"mask": Window(5) & Documents(torch.arange(N) // 11, torch.arange(M) // 13), "softcap": 2.0},
+    "chunk": {"mask": Causal() & Chunk(8, start=3)},
+    "blocks": {"mask": Blocks(torch.tensor([[0, -1], [2, 1], [4, 3], [-1, -1], [0, 5]]), size=7, query_size=5)},
+    "tree": {"mask": Tree((torch.arange(N) - 1) // 2)},  # (two continuations of each)
     "everything": {
         "mask": Keep(torch.arange(N * M).view(N, M) % 5 > 1),
         "softcap": 3.0,
@@ -85,13 +88,13 @@ def assert_near(out: Tensor, right: Tensor) -> None:
     torch.testing.assert_close(out.double(), right, rtol=near, atol=near)
 
 
-@pytest.mark.parametrize("name", ["window", "everything"])
+@pytest.mark.parametrize("name", ["window", "blocks", "everything"])
 def test_statistics_are_those_of_the_formula(name: str) -> None:
     compare(OPTIONS[name])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("window", "everything")])
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name not in ("window", "blocks", "everything")])
 def test_statistics_of_other_calls(name: str) -> None:
     compare(OPTIONS[name])
 

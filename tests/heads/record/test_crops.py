@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import regard
 from regard.heads.record.crops import crop
 
+pytestmark = pytest.mark.on_device
+
 B, G, H, N, D = 2, 3, 6, 11, 5
 
 

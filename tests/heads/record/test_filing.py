@@ -14,6 +14,8 @@ import regard
 from regard.heads.record.record import Record
 from regard.kernels import native_library
 
+pytestmark = pytest.mark.on_device
+
 N, W, H, LAYERS = 11, 24, 3, 5
 waits = pytest.mark.skipif(native_library.load() is None, reason="only the native kernel lets results wait")
 
@@ -60,6 +62,7 @@ def each_at_once(model: Stack, *texts: Tensor, **options: Any) -> Record:
     return seen
 
 
+@pytest.mark.of_cpu("layers wait where the native kernel computes")
 @waits
 def test_layers_wait_until_the_record_is_read() -> None:
     model = Stack()

@@ -22,6 +22,8 @@ from regard import measures
 from regard.heads import LayerRecord, Record, Table
 from regard.masks import Causal
 
+pytestmark = pytest.mark.on_device
+
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
 
 
@@ -406,6 +408,7 @@ def _tuple(value: Any) -> tuple[Tensor, ...]:
     return tuple(value) if isinstance(value, tuple) else (value,)
 
 
+@pytest.mark.of_cpu("what is loaded is on the CPU")
 @pytest.mark.parametrize("name", FILES)
 def test_what_was_saved_is_loaded(name: str, tmp_path: Path) -> None:
     right = FILES[name]()

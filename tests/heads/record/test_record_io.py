@@ -22,6 +22,8 @@ from regard.heads import Record
 from regard.measures import Entropy, Heatmap, Links, Offsets, Peak, PerQuery, Previous, Received, Tokens
 from regard.models import Decoder, ModelConfig
 
+pytestmark = pytest.mark.on_device
+
 NAN, INF = math.nan, math.inf
 
 
@@ -237,6 +239,7 @@ def test_what_is_no_description_of_a_record(tmp_path: Path, said: str, words: st
         Record.load(tmp_path / "record")
 
 
+@pytest.mark.on_meta
 def test_a_baseline_of_a_baseline_is_refused(saved, tmp_path: Path) -> None:
     about, tensors = saved
     twice = copy.deepcopy(about)

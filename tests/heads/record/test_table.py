@@ -11,6 +11,8 @@ import regard
 from regard.heads import Attribution, Importance, Role, Roles, Table
 from regard.heads.record.table import MOST_ROWS
 
+pytestmark = pytest.mark.on_device
+
 
 class Cells(HTMLParser):
     """The rows of an HTML table, and every tag."""

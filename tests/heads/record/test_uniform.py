@@ -20,6 +20,8 @@ from regard.heads.record.uniform import uniform_measurements
 from regard.masks import Causal, Documents, Keep, Mask, Padding, Prefix, Window
 from regard.measures import Measure, Measurements, PerQuery, Strip, as_measures
 
+pytestmark = pytest.mark.on_device
+
 B, H, N, M, D = 2, 3, 5, 11, 7
 
 

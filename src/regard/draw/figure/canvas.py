@@ -143,7 +143,7 @@ class Sheet:
     def colour_bar(self, x: float, y: float, wide: float, high: float, marks: Sequence[float], size: float) -> None:
         """The colours of weights from 0 to 1, with some values marked: below it, or to its right where it stands."""
         ax = self.axes(x, y, wide, high, "scale")
-        shades, lying = torch.linspace(0, 1, 256), wide > high
+        shades, lying = torch.linspace(0, 1, 256, device="cpu"), wide > high
         data = shades[None] if lying else shades[:, None]
         how: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "origin": "lower", "resample": True}
         ax.imshow(data.numpy(), cmap=colour_map(), vmin=0, vmax=1, extent=(0, 1, 0, 1), **how)

@@ -333,7 +333,7 @@ def _over() -> Colormap:
 
 def _picture(sheet: Sheet, view: _View, x: float, y: float, side: float) -> None:
     """The picture in light grey: colour is for weights."""
-    grey = (view.pixels.float() @ torch.tensor([0.299, 0.587, 0.114])).round()
+    grey = (view.pixels.float() @ torch.tensor([0.299, 0.587, 0.114], device="cpu")).round()
     grey = (255 - (255 - grey) * 0.5).to(torch.uint8)[..., None].expand(-1, -1, 3)
     extent = (x, x + side, y + side * view.shape, y)
     how: dict[str, Any] = {"aspect": "auto", "interpolation": "antialiased", "origin": "upper", "clip_on": False}
@@ -377,7 +377,7 @@ def _scale(sheet: Sheet, x: float, y: float, wide: float, most: float) -> None:
     """The colours of weights from 0 to the largest."""
     ax = sheet.axes(x, y, wide, 0.08, "scale")
     how: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "origin": "lower", "cmap": _over()}
-    ax.imshow(torch.linspace(0, 1, 256)[None].numpy(), vmin=0, vmax=1, extent=(0, 1, 0, 1), **how)
+    ax.imshow(torch.linspace(0, 1, 256, device="cpu")[None].numpy(), vmin=0, vmax=1, extent=(0, 1, 0, 1), **how)
     texts = ["0", f"{most / 4:.2g}", f"{most:.2g}"]
     tick(ax, sheet.fonts, "bottom", texts, 6, [0.0, 0.5, 1.0], length=2, turned=False)
     sheet.text(x + wide + 0.14, y + 0.04, "weight of a patch", 6, QUIET, "left center")

@@ -171,12 +171,14 @@ def _pooled_head(panel: Panel, head: int) -> Tensor:
     n, m = panel.shape
     if not panel.layer.exact:
         return panel.pooled(n, m)[head]  # (as it was measured: pooled again, cells would hold uneven ranges)
-    pooled = torch.zeros(_cells(n), _cells(m))
-    down, across = (torch.arange(size) * cells // size for size, cells in zip((n, m), pooled.shape, strict=True))
+    pooled = torch.zeros(_cells(n), _cells(m), device="cpu")
+    down, across = (
+        torch.arange(size, device="cpu") * cells // size for size, cells in zip((n, m), pooled.shape, strict=True)
+    )
     step = max(1, 2**22 // m)
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
-        strip = torch.zeros(rows.stop - rows.start, pooled.shape[1])
+        strip = torch.zeros(rows.stop - rows.start, pooled.shape[1], device="cpu")
         pooled.index_add_(0, down[rows], strip.index_add_(1, across, panel.weights(head, rows)))
     return pooled / sizes(n, pooled.shape[0])[:, None]
 

@@ -74,7 +74,7 @@ def _draw(
     tick(ax, fonts, "top", columns, 6.5, range(len(columns)), turned=result.by_token)
     x = left + side * len(columns) + 0.15
     bar = sheet.axes(x, top, 0.09, min(high, 1.5), "scale")
-    shades = torch.linspace(most, -most, 256)[:, None]
+    shades = torch.linspace(most, -most, 256, device="cpu")[:, None]
     bar.imshow(shades.numpy(), extent=(0, 1, -most, most), **how)
     tick(bar, fonts, "right", [f"{most:.2g}", "0", f"−{most:.2g}"], 6, [most, 0.0, -most], length=2)
     return sheet.figure

@@ -240,7 +240,9 @@ def _plot_entropy(
     for i, value in enumerate(values):
         if i % 2:
             ax.axvspan(i - 0.5, i + 0.5, facecolor=BLANK, edgecolor="none", linewidth=0, zorder=0)
-        jitter = torch.linspace(-0.38, 0.38, len(value)) if len(value) > 1 else torch.zeros(1)
+        jitter = (
+            torch.linspace(-0.38, 0.38, len(value), device="cpu") if len(value) > 1 else torch.zeros(1, device="cpu")
+        )
         ax.plot((i + jitter).tolist(), value.tolist(), label=f"layer {i}", zorder=2, **dots)
     dashes = {"color": QUIET, "linewidth": 1.0, "linestyle": (0, (4, 2)), "marker": ""}
     for first, last in _runs(even):

@@ -67,15 +67,17 @@ def _visible_and_bias(panel: Panel) -> tuple[Tensor, Tensor | None]:
     sequence = panel.layer.text
     assert sequence is not None
     shape = panel.heads, sequence.queries, sequence.total
-    visible = torch.zeros(shape, dtype=torch.bool)
-    bias = torch.zeros(shape) if any(call.biases for call in _calls(panel)) else None
+    visible = torch.zeros(shape, dtype=torch.bool, device="cpu")
+    bias = torch.zeros(shape, device="cpu") if any(call.biases for call in _calls(panel)) else None
     first = 0
     for call, columns in _cut_calls(panel):
         tile, rows = call.whole(), slice(first, first + call.shape[2])
         first, block = rows.stop, (panel.heads, call.shape[2], len(columns))
-        seen = torch.ones(1, 1, 1, 1, dtype=torch.bool) if call.mask is None else call.mask.block(tile).cpu()
+        seen = (
+            torch.ones(1, 1, 1, 1, dtype=torch.bool, device="cpu") if call.mask is None else call.mask.block(tile).cpu()
+        )
         if bias is not None:
-            added = torch.zeros(1, 1, 1, 1)
+            added = torch.zeros(1, 1, 1, 1, device="cpu")
             if call.changes_scores:  # shown as what it comes to
                 shown = replace(call, mask=None)
                 added = (exact_scores(shown, "biased") - exact_scores(shown, "capped")).float().cpu()
@@ -120,12 +122,12 @@ def _mask(visible: Tensor, room: int, blob: Blob) -> dict[str, Any]:
     bytes_ = torch.nn.functional.pad(visible, (0, -m % 8)).unflatten(2, (-1, 8))
     if bytes_.numel() // 8 > room:
         return {}
-    return {"visible": blob.integers((bytes_ * 2 ** torch.arange(8)).sum(3), 8)}
+    return {"visible": blob.integers((bytes_ * 2 ** torch.arange(8, device="cpu")).sum(3), 8)}
 
 
 def _ranges(first: Tensor, count: Tensor, m: int) -> Tensor:
     """Which of m keys are among the `count` that begin at `first`."""
-    keys = torch.arange(m)
+    keys = torch.arange(m, device="cpu")
     return (keys >= first[..., None]) & (keys < (first + count)[..., None])
 
 
@@ -133,10 +135,10 @@ def _bias(bias: Tensor, visible: Tensor, room: int, blob: Blob) -> dict[str, Any
     """A bias that depends on nothing but the distance j - i from query i to key j as a table (H|1, N + M - 1) of it,
     the distance 1 - N first; another one in full, (H|1, N, M)."""
     heads, n, m = bias.shape
-    index = (torch.arange(m) - torch.arange(n)[:, None] + n - 1).expand(heads, n, m)
+    index = (torch.arange(m, device="cpu") - torch.arange(n, device="cpu")[:, None] + n - 1).expand(heads, n, m)
     visible = visible.expand(heads, n, m)
-    table = torch.zeros(heads, n + m - 1)
-    table[torch.arange(heads)[:, None, None].expand(heads, n, m)[visible], index[visible]] = bias[visible]
+    table = torch.zeros(heads, n + m - 1, device="cpu")
+    table[torch.arange(heads, device="cpu")[:, None, None].expand(heads, n, m)[visible], index[visible]] = bias[visible]
     by_distance = table.gather(1, index.flatten(1)).unflatten(1, (n, m)).masked_fill(~visible, 0.0)
     if bool((by_distance == bias).all()) and 2 * table.numel() <= room:
         return {"distances": blob.signed(table, 16)}

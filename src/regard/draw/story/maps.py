@@ -98,6 +98,6 @@ class UnitMap:
 def _mass_of_rows(left: Tensor, place: Sequence[int], units: int) -> Tensor:
     """What each unit's tokens have left, on average: (H, n, 1)."""
     mass = left.sum(-1)  # (H, N)
-    word_of_token = torch.tensor(place)
-    belongs = (word_of_token == torch.arange(units)[:, None]).to(left.dtype)  # (n, N)
+    word_of_token = torch.tensor(place, device="cpu")
+    belongs = (word_of_token == torch.arange(units, device="cpu")[:, None]).to(left.dtype)  # (n, N)
     return (mass @ (belongs / belongs.sum(1, keepdim=True).clamp(min=1)).mT)[..., None]

@@ -114,7 +114,9 @@ def _axis(panel: Panel, dim: int, cells: int) -> Axis:
     labels = (panel.queries, panel.keys)[dim]
     count = len(labels)
     stored = count if panel.layer.exact else min(count, panel.layer.last()["heatmap"].shape[2 + dim])
-    cell = torch.arange(count) * stored // max(count, 1) * cells // max(stored, 1)  # (heatmaps are pooled again)
+    cell = (
+        torch.arange(count, device="cpu") * stored // max(count, 1) * cells // max(stored, 1)
+    )  # (heatmaps are pooled again)
     ends = torch.bincount(cell, minlength=cells).cumsum(0).tolist()
     return Axis(labels, list(zip([0, *ends], ends, strict=False)))
 

@@ -140,7 +140,7 @@ class Screen:
         if self.colours:
             levels = (known.sqrt() * (self._colour_count - 1)).round().long()
         else:
-            levels = torch.bucketize(known, torch.tensor(EDGES, dtype=known.dtype), right=True)
+            levels = torch.bucketize(known, torch.tensor(EDGES, dtype=known.dtype, device=known.device), right=True)
         levels[known == 0] = UNSEEN
         levels[weights.isnan()] = UNKNOWN
         return levels.tolist()

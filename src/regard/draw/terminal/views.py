@@ -240,7 +240,7 @@ def _legend(screen: Screen, drawing: HeadMap) -> list[str]:
     words += " Numbers in cells are percent." if drawing.numbers else ""
     words += " Columns are numbered." if numbered(drawing, screen) else ""
     marks = (0.0, *EDGES, 1.0) if screen.colours else EDGES
-    levels = screen.levels(torch.tensor(marks).clamp(min=1e-6))  # (exactly 0 is not drawn)
+    levels = screen.levels(torch.tensor(marks, device="cpu").clamp(min=1e-6))  # (exactly 0 is not drawn)
     shades = [(f"{screen.cells([level], 2)} {x:g}", 3 + len(f"{x:g}")) for level, x in zip(levels, marks, strict=True)]
     title = "weight" if screen.colours else "weight from"
     hidden = ["unpainted: exactly 0"] if screen.colours and (drawing.weights == 0).any() else []
@@ -455,7 +455,9 @@ def _label(labels: Labels, number: int) -> str:
 def _strongest(panel: Panel, head: int, drawing: HeadMap) -> tuple[list[Link], list[Link]]:
     """Links between words, and links with special tokens, the strongest first. A first token that is an attention sink
     counts as special."""
-    queries, keys = (~torch.tensor(side.special, dtype=torch.bool) for side in (panel.queries, panel.keys))
+    queries, keys = (
+        ~torch.tensor(side.special, dtype=torch.bool, device="cpu") for side in (panel.queries, panel.keys)
+    )
     if "on_first" in panel.measures and panel.measures["on_first"][head] > SINK:
         keys[:1] = False
     lists: tuple[list[Link], list[Link]] = [], []

@@ -155,12 +155,16 @@ def _facts(
         [
             [word < 0 and looks_special(t) for word, t in zip(*row, strict=True)]
             for row in zip(words, tokens, strict=True)
-        ]
+        ],
+        device="cpu",
     )
-    classes = {name: torch.tensor([[tag == upos for tag in row] for row in tags]) for upos, name in CLASSES.items()}
+    classes = {
+        name: torch.tensor([[tag == upos for tag in row] for row in tags], device="cpu")
+        for upos, name in CLASSES.items()
+    }
     if len(texts) > 1:
         classes |= {OTHER + name: which.roll(1, 0) for name, which in classes.items()}
-    classes["punctuation"] = torch.tensor([[is_punctuation(token) for token in row] for row in tokens])
+    classes["punctuation"] = torch.tensor([[is_punctuation(token) for token in row] for row in tokens], device="cpu")
     classes = {name: which.to(device) for name, which in classes.items()}
     pairs = {} if related is None else related.of_texts(texts, OTHER)
     return TokenFacts(special.to(device), classes, same_word(words, ids.shape[1], device), pairs)

@@ -313,11 +313,11 @@ def _sums(a: LayerRecord, b: LayerRecord, item: int, rows: Pairs, cols: Pairs) -
     """(4, H): sums of the distance, of the mass elsewhere in both, and the number of queries; and where a weight
     changes most: its value (H,) before and after, and its query and key (H, 2) among the pairs."""
     heads = a.heads
-    sums = torch.zeros(4, heads, dtype=torch.float64)
-    before, after, largest = (torch.zeros(heads, dtype=torch.float64) - x for x in (0.0, 0.0, 1.0))
-    places = torch.zeros(heads, 2, dtype=torch.int64)
-    columns = [torch.tensor(side) for side in zip(*cols, strict=True)]
-    step, at, every = max(1, STRIP // (heads * max(a.num_keys, b.num_keys, 1))), 0, torch.arange(heads)
+    sums = torch.zeros(4, heads, dtype=torch.float64, device="cpu")
+    before, after, largest = (torch.zeros(heads, dtype=torch.float64, device="cpu") - x for x in (0.0, 0.0, 1.0))
+    places = torch.zeros(heads, 2, dtype=torch.int64, device="cpu")
+    columns = [torch.tensor(side, device="cpu") for side in zip(*cols, strict=True)]
+    step, at, every = max(1, STRIP // (heads * max(a.num_keys, b.num_keys, 1))), 0, torch.arange(heads, device="cpu")
     for first, second, length in runs_of(rows):
         for row in range(0, length, step):
             count = min(step, length - row)

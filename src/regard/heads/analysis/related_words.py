@@ -43,7 +43,7 @@ class Related:
         weight = weight - weight.mean(0)
         found = cls(weight / weight.norm(dim=1, keepdim=True).clamp(min=1e-12), 0.0)
         alike = [found._similarity(text)[_candidates(text)] for text in texts[:SAMPLE]]
-        values = torch.cat(alike) if alike else torch.zeros(0)
+        values = torch.cat(alike) if alike else torch.zeros(0, device="cpu")
         if not values.numel():
             return None
         found.least = float(values.sort().values[int((1 - SHARE) * values.numel())])
@@ -61,16 +61,16 @@ class Related:
         return found if len(texts) > 1 else {"related": found["related"]}
 
     def _similarity(self, text: Text) -> Tensor:
-        own = self.embeddings[torch.tensor(text[1].ids)]
+        own = self.embeddings[torch.tensor(text[1].ids, device="cpu")]
         return own @ own.mT
 
 
 def _candidates(text: Text) -> Tensor:
     """Pairs of content words, (N, N): of other words and tokens, not next to each other, the first token left out."""
     sentence, tokens = text
-    words, ids = torch.tensor(tokens.words_of_tokens), torch.tensor(tokens.ids)
-    content = torch.tensor([w >= 0 and sentence.words[w].upos in CONTENT for w in tokens.words_of_tokens])
-    places = torch.arange(len(ids))
+    words, ids = torch.tensor(tokens.words_of_tokens, device="cpu"), torch.tensor(tokens.ids, device="cpu")
+    content = torch.tensor([w >= 0 and sentence.words[w].upos in CONTENT for w in tokens.words_of_tokens], device="cpu")
+    places = torch.arange(len(ids), device="cpu")
     pairs = content[:, None] & content & (words[:, None] != words) & (ids[:, None] != ids)
     pairs &= (places[:, None] - places).abs() > 1
     pairs[:, 0] = False
@@ -81,7 +81,7 @@ def _lists(pairs: Sequence[Tensor]) -> Tensor:
     """Booleans (N, N) of each text as keys (B, N, K), -1 for none."""
     flags = torch.stack(list(pairs))
     most = max(int(flags.sum(-1).max()), 1)
-    keys = torch.arange(flags.shape[-1]).expand_as(flags)
+    keys = torch.arange(flags.shape[-1], device="cpu").expand_as(flags)
     first = keys.where(flags, flags.shape[-1]).sort(-1).values[..., :most]
     return first.masked_fill(first == flags.shape[-1], -1)
 

@@ -32,12 +32,12 @@ def facts_of(record: Record, text: SequenceRecord, tokens: Sequence[Sequence[str
     if rows is None:
         return TokenFacts(special=_special_by_id(model, text))
     labels = [Labels.of(row) for row in rows]
-    special = torch.tensor([label.special for label in labels])
+    special = torch.tensor([label.special for label in labels], device="cpu")
     by_id = _special_by_id(model, text)
     special = special if by_id is None else special | by_id.to(special.device)
     classes = {
-        "separator": torch.tensor([[token in SEPARATORS for token in row] for row in rows]),
-        "punctuation": torch.tensor([[is_punctuation(token) for token in row] for row in rows]),
+        "separator": torch.tensor([[token in SEPARATORS for token in row] for row in rows], device="cpu"),
+        "punctuation": torch.tensor([[is_punctuation(token) for token in row] for row in rows], device="cpu"),
     }
     words = [[-1 if s else w for w, s in zip(x.word, x.special, strict=True)] for x in labels]
     device = text.pieces[0].found.seen.device

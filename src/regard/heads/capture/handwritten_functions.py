@@ -53,7 +53,7 @@ def permutation(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> lis
     """
     strides = [2**i for i in range(args[0].dim())]
     with torch.no_grad():
-        moved = func(torch.empty(1).as_strided([1] * len(strides), strides), *args[1:], **kwargs)
+        moved = func(torch.empty(1, device="cpu").as_strided([1] * len(strides), strides), *args[1:], **kwargs)
     return [strides.index(stride) for stride in moved.stride()]
 
 

@@ -135,7 +135,7 @@ def _masks_made_by(make: Callable[..., Any]) -> str:
         if make in (getattr(utils, f"{kind}_mask", None), getattr(utils, f"{kind}_attention_mask", None)):
             return "sdpa" if kind == "eager" else kind  # both build (B, 1, N, M), read by dtype
     try:  # a function that a user registered: try it on a small text with padding
-        mask = make(batch_size=1, q_length=2, kv_length=2, attention_mask=torch.tensor([[False, True]]))
+        mask = make(batch_size=1, q_length=2, kv_length=2, attention_mask=torch.tensor([[False, True]], device="cpu"))
     except Exception:
         return "unknown"
     return {2: "flash", 4: "sdpa"}.get(mask.dim(), "unknown") if isinstance(mask, Tensor) else "unknown"

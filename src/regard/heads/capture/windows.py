@@ -44,8 +44,8 @@ def collect(capture: AttentionCapture, frame: Frame, attention: ObservedCall, ou
     if len(frame.windows) < frame.kwargs["cu_seqlens"].numel() - 1:
         return
     windows, frame.windows = frame.windows, []
-    lengths = torch.tensor([part.shape[2] for part, _ in windows])
-    which = torch.arange(len(windows)).repeat_interleave(lengths).to(output.device)[None]  # (1, N)
+    lengths = torch.tensor([part.shape[2] for part, _ in windows], device=output.device)
+    which = torch.arange(len(windows), device=output.device).repeat_interleave(lengths)[None]  # (1, N)
     q, k, v = (torch.cat(parts, 2) for parts in zip(*[(part.q, part.k, part.v) for part, _ in windows], strict=True))
     with torch.no_grad():
         joined = prepare(q, k, v, scale=call.scale, softcap=call.softcap, mask=Documents(which, which))

@@ -172,7 +172,7 @@ def leave_one_out(
             sizes.append(next(iter(counting.shapes.values()))[0])
             heads_of |= {layer: shape[1] for layer, shape in counting.shapes.items()}
         intact = _mean(losses, sizes)
-        scores = {layer: torch.full((count,), float("nan")) for layer, count in heads_of.items()}
+        scores = {layer: torch.full((count,), float("nan"), device="cpu") for layer, count in heads_of.items()}
         for layer, head in track(selected_heads(heads, heads_of), "leaving one out", progress):
             with ablate(model, {layer: [head]}):
                 without = [_check_loss(loss_fn(model, batch)).mean().item() for batch in batches]

@@ -70,7 +70,7 @@ def sweep(
         of_keys = what in ("k", "v")
         lengths = {layer.name: layer.num_keys if of_keys else layer.num_queries for layer in source}
         shapes = {name: (count, lengths[name]) if positions else (count,) for name, count in sizes.items()}
-        raw = {name: torch.full(shape, float("nan")) for name, shape in shapes.items()}
+        raw = {name: torch.full(shape, float("nan"), device="cpu") for name, shape in shapes.items()}
         places = [
             (layer, head, token)
             for layer, head in selected_heads(heads, sizes)

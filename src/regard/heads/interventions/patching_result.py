@@ -58,7 +58,7 @@ class Patching(PerHead):
         """The scores as (layers, H), or (layers, H, N); NaN where there is no such head or token."""
         values = list(self.scores.values())
         shape = [max(value.shape[axis] for value in values) for axis in range(values[0].dim())]
-        matrix = torch.full((len(values), *shape), float("nan"))
+        matrix = torch.full((len(values), *shape), float("nan"), device="cpu")
         for row, value in zip(matrix, values, strict=True):
             row[tuple(slice(0, size) for size in value.shape)] = value
         return matrix

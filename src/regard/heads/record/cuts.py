@@ -37,7 +37,7 @@ def cut(call: Call, items: slice, heads: list[int], rows: slice) -> Call:
         k=call.k[items][:, index // shared],
         v=call.v[items][:, index // shared],
         mask=mask,
-        biases=tuple(bias.part(tile, index) for bias in call.biases),
+        biases=tuple(bias.part(tile, index.to(bias.weight.device)) for bias in call.biases),
         positions=of_items(call.positions_of_queries(rows)),
         key_positions=None if call.key_positions is None else of_items(call.key_positions),
         sinks=None if call.sinks is None else of_items(call.sinks)[:, index],

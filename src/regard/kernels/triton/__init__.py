@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from regard import tuning
 from regard.kernels import operators
 from regard.kernels.call import Call
-from regard.kernels.lowering import pairs_to_evaluate
+from regard.kernels.lowering import why_not_lowered
 from regard.kernels.triton import self_check
 from regard.kernels.triton.availability import why_not_on
 from regard.measures import MeasureRun
@@ -23,8 +22,6 @@ __all__ = ["backward", "forward", "forward_measured", "name", "output", "why_not
 name = "triton"
 
 WIDEST = 256  # numbers of a head
-MOST = (2**31 - 1) // 2  # queries, and keys
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def why_not(call: Call) -> str | None:
@@ -32,20 +29,9 @@ def why_not(call: Call) -> str | None:
     missing = why_not_on(call.q.device.type)
     if missing is not None:
         return missing
-    if call.q.dtype not in DTYPES:
-        return f"it accumulates in float32, too little for {call.q.dtype}"
-    if torch.compiler.is_exporting() or torch.onnx.is_in_onnx_export():
-        return "what is exported must not need this library"
-    if call.q.numel() == 0 or call.v.numel() == 0:
-        return "a size is zero"
-    if max(call.shape[2:]) > MOST:
-        return f"there are more than {MOST} queries or keys, which it counts in 32 bits"
-    if call.q.shape[3] > WIDEST or call.v.shape[3] > WIDEST:
-        return f"heads are wider than {WIDEST}"
-    if call.changes_scores:
-        return "it adds to scores, and cannot change them by a function (positions.ScoreMod)"
-    if (call.mask is not None or call.biases) and call.derive(pairs_to_evaluate) > tuning.DENSE_LIMIT:
-        return "it would need the mask or the bias as a dense tensor, a large one"
+    reason = why_not_lowered(call, WIDEST)
+    if reason is not None:
+        return reason
     if call.mask is not None and _may_leak(call):
         return "keys or values hold NaN or inf, which it would let through where they are hidden"
     return None

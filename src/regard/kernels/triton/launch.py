@@ -13,7 +13,7 @@ from torch import Tensor
 
 from regard import tuning
 from regard.kernels.call import Call
-from regard.kernels.lowering import bias_gradients, by_distance
+from regard.kernels.lowering import bias_gradients, by_distance, gradient_like, in_rows
 from regard.kernels.triton.arguments import Heads, Look, Moments, Partial, Plane
 from regard.kernels.triton.blocks import Blocks, blocks_for, parts_of
 from regard.kernels.triton.interpreter import interpreting, quiet_numpy, repair
@@ -149,13 +149,12 @@ def gradients(
 ) -> list[Tensor]:
     """The wanted gradients of `call.learned()`."""
     low, target = lower(call), target_of(call.q.device)
-    d_out = d_out.detach()
-    d_out = d_out if d_out.stride(3) == 1 or d_out.shape[3] == 1 else d_out.contiguous()
+    d_out = in_rows(d_out.detach())
     delta = ((out.float() * d_out.float()).sum(-1) - d_lse).contiguous()
     rows = _Rows(low, target, heads_of(d_out), lse.contiguous(), delta, height, width)
     others = wanted[3:]
     want_sinks = others.pop(0) if call.sinks is not None else False
-    dq, dk, dv = (_new_like(x) if want else None for x, want in zip((call.q, call.k, call.v), wanted, strict=False))
+    dq, dk, dv = (gradient_like(x) if want else None for x, want in zip((call.q, call.k, call.v), wanted, strict=False))
     if dq is not None:
         rows.d_queries(dq)
     if dk is not None or dv is not None:
@@ -248,9 +247,3 @@ class _Rows(NamedTuple):
             *self._common(), row, count,
             ROWS=blocks.rows, KEYS=blocks.keys, PRECISION=precision_for(self.low, self.target), **low.compiled_for,
         )  # fmt: skip
-
-
-def _new_like(x: Tensor) -> Tensor:
-    """Memory for a gradient, laid out as what it belongs to, where that lies in rows."""
-    grad = torch.empty_like(x)
-    return grad if grad.stride(3) == 1 or grad.shape[3] == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)

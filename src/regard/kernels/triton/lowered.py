@@ -14,7 +14,7 @@ from torch import Tensor
 
 from regard.kernels.call import Call
 from regard.kernels.dropout import Dropout, threshold_of
-from regard.kernels.lowering import Added, Visible, broadcast_strides, lower_biases, lower_mask
+from regard.kernels.lowering import Added, Visible, broadcast_strides, in_rows, lower_biases, lower_mask
 from regard.kernels.triton.arguments import Bias, Dense, Documents, Drop, Heads, Numbers, Seen, Sinks, Sizes
 
 __all__ = ["Lowered", "heads_of", "lower"]
@@ -82,9 +82,7 @@ def power_of_two(size: int) -> int:
 
 def heads_of(x: Tensor) -> Heads:
     """A tensor as device code reads it, copied where the numbers of a row do not lie side by side."""
-    x = x.detach()
-    x = x.resolve_neg() if x.is_neg() else x
-    x = x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
+    x = in_rows(x.detach())
     return Heads(x, x.stride(0), x.stride(1), x.stride(2))
 
 

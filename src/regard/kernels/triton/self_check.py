@@ -118,7 +118,9 @@ def doubt(device: torch.device) -> str | None:
 
 
 def remembered(device: torch.device) -> Verdict | None:
-    """The verdict on a device, where there is one."""
+    """The verdict on a device, where there is one. (Fake tensors may be on a GPU that is not there.)"""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return None
     key = device_key(device)
     if key not in _known:
         found = _read().get(key)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from regard.kernels import blockwise, operators
 from regard.kernels.call import Call
-from regard.kernels.native_statistics import flat_lists, is_contiguous, numbered
+from regard.kernels.reductions import flat_lists, is_contiguous, is_unpadded, item_stride, joined_columns, numbered
 from regard.kernels.triton import launch
 from regard.kernels.triton.arguments import Heads, Look, Moments
 from regard.kernels.triton.blocks import Blocks, parts_of
@@ -81,8 +81,8 @@ def forward_measured(call: Call, measuring: MeasureRun, output: bool) -> tuple[T
 
 def _serves(measure: Measure, plane: Plane) -> bool:
     """Whether a measure is known by its name."""
-    if type(measure) in (Heatmap, Crop):  # texts of several lengths have cells of several sizes
-        return plane.padding is None and plane.key_padding is None
+    if type(measure) in (Heatmap, Crop):
+        return is_unpadded(plane)
     return type(measure) in _BY_NAME
 
 
@@ -100,7 +100,7 @@ def _look(call: Call, measures: list[Measure], plane: Plane) -> tuple[Look, Mome
     queries, keys = plane.q_positions, plane.k_positions
     origin = torch.minimum(queries.min(), keys.min())
     queries, keys = ((x - origin).to(torch.int32).contiguous() for x in (queries, keys))
-    return look, Moments(queries, keys, _item_stride(queries), _item_stride(keys))
+    return look, Moments(queries, keys, item_stride(queries), item_stride(keys))
 
 
 def _sums(
@@ -228,7 +228,7 @@ class _Weights:
         to = self._new(n, flat.count)
         self._launch(
             selected.lists, -(-n // blocks.rows), blocks, (flat.keys, flat.begin, flat.end, to),
-            (flat.count, _item_stride(flat.begin)),
+            (flat.count, item_stride(flat.begin)),
         )  # fmt: skip
         return to
 
@@ -236,12 +236,11 @@ class _Weights:
         """Sums over keys by factors: (B, H, N, K)."""
         from regard.kernels.triton.device import key_sums
 
-        lead = [max(x.shape[axis] for x in several) for axis in (0, 1)]
-        factors = torch.cat([x.to(torch.float32).expand(*lead, -1, -1) for x in several], 2).contiguous()
+        factors = joined_columns(several).contiguous()
         count, n = factors.shape[2], self.call.shape[2]
         blocks = launch.chosen_blocks("columns", self.low, self.target)
         to, together = self._new(n, count), min(power_of_two(count), 32)
-        place = Heads(factors, _item_stride(factors), _item_stride(factors, 1), factors.stride(2))
+        place = Heads(factors, item_stride(factors), item_stride(factors, 1), factors.stride(2))
         self._launch(
             key_sums.columns, -(-n // blocks.rows) * -(-count // together), blocks, (place, to), (count,),
             KEYS=blocks.keys, SUMS=together, EDGES=self.low.edges, PRECISION=self.precision,
@@ -281,7 +280,3 @@ class _Weights:
 def _sums_between(x: Tensor, edges: list[int]) -> Tensor:
     """Sums over the last axis from each edge to the next."""
     return torch.stack([x[..., a:b].sum(-1) for a, b in itertools.pairwise(edges)], -1)
-
-
-def _item_stride(x: Tensor, axis: int = 0) -> int:
-    return 0 if x.shape[axis] == 1 else x.stride(axis)

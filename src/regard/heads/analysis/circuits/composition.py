@@ -109,7 +109,7 @@ def composition(
     weights = as_weights(model)
     layers, total = weights.layers, len(weights.heads)
     wide = torch.promote_types(layers[0].query.dtype, torch.float32)  # float64 only if the weights are
-    scores = {kind: torch.full((total, total), torch.nan, dtype=wide) for kind in asked}
+    scores = {kind: torch.full((total, total), torch.nan, dtype=wide, device="cpu") for kind in asked}
     starts = [0, *accumulate(layer.heads for layer in layers)]
     changing = any(layer.leaves for layer in layers)  # what was written changes from layer to layer
     steps = [range(i, i + 1) for i in range(1, len(layers))] if changing else [range(1, len(layers))]
@@ -119,7 +119,7 @@ def composition(
         readers = [torch.cat([_reader(layers[i], kind, offset).to(wide) for i in step]) for kind in asked]
         for kind, norms in zip(asked, _product_norms(writers, readers), strict=True):
             scores[kind][: len(writers), columns] = norms
-    later = torch.tensor([number for number, _ in weights.heads])
+    later = torch.tensor([number for number, _ in weights.heads], device="cpu")
     for values in scores.values():
         values[later[:, None] >= later] = torch.nan
     baselines = {kind: _baseline(layers[0], kind, seed) for kind in asked}
@@ -175,7 +175,7 @@ def _baseline(layer: LayerWeights, kind: str, seed: int) -> Baseline:
     shapes = ((d, w), (d, w), (e, w), (w, e))
 
     def random_layer(name: str) -> LayerWeights:
-        q, k, v, out = (torch.randn(_HEADS, *shape, generator=generator) for shape in shapes)
+        q, k, v, out = (torch.randn(_HEADS, *shape, generator=generator, device="cpu") for shape in shapes)
         return LayerWeights(name, q, k, v, out)
 
     drawn = ModelWeights([random_layer("0"), random_layer("1")])

@@ -87,9 +87,9 @@ class Haystack:
 
 def text_parts(tokenizer: Any, generator: torch.Generator) -> NeedleParts:
     """Filler sentences, and a secret of three words that belongs to a place."""
-    place = PLACES[int(torch.randint(len(PLACES), (), generator=generator))]
-    words = [WORDS[i] for i in torch.randperm(len(WORDS), generator=generator)[:ANSWER].tolist()]
-    order = torch.randperm(len(SENTENCES), generator=generator).tolist()
+    place = PLACES[int(torch.randint(len(PLACES), (), generator=generator, device="cpu"))]
+    words = [WORDS[i] for i in torch.randperm(len(WORDS), generator=generator, device="cpu")[:ANSWER].tolist()]
+    order = torch.randperm(len(SENTENCES), generator=generator, device="cpu").tolist()
     key = f" The secret words of the {place} are"
     question = f" Question: name the secret words of the {place}. Answer: the secret words of the {place} are"
     pieces = (token_ids(tokenizer, text) for text in (key, " " + " ".join(words), ".", question))
@@ -101,9 +101,9 @@ def random_parts(vocabulary: int, generator: torch.Generator) -> NeedleParts:
     """Random ids: a key of two tokens and an answer of three, none of which is in the filler."""
     if vocabulary <= 2 * (KEY + ANSWER):
         raise bad_value("vocabulary", expected=f"more than {2 * (KEY + ANSWER)} tokens", received=vocabulary)
-    drawn = torch.randperm(vocabulary, generator=generator)
+    drawn = torch.randperm(vocabulary, generator=generator, device="cpu")
     key, answer, others = drawn[:KEY].tolist(), drawn[KEY : KEY + ANSWER].tolist(), drawn[KEY + ANSWER :]
-    filler = others[torch.randint(len(others), (997,), generator=generator)].tolist()
+    filler = others[torch.randint(len(others), (997,), generator=generator, device="cpu")].tolist()
     return NeedleParts([], [[token] for token in filler], key, answer, [], key)
 
 
@@ -133,12 +133,12 @@ def haystack(parts: NeedleParts, length: int, depth: float) -> Haystack:
     place = min((end for end in ends if end <= room), key=lambda end: abs(end - depth * room))
     body = [*parts.first, *filler[:place], *needle, *filler[place:], *parts.question, *parts.answer]
     start = len(parts.first) + place + len(parts.key)  # of the answer in the needle
-    queries = torch.arange(length - len(parts.answer) - 1, length - 1)
-    keys = torch.full((length, len(parts.answer)), -1)
+    queries = torch.arange(length - len(parts.answer) - 1, length - 1, device="cpu")
+    keys = torch.full((length, len(parts.answer)), -1, device="cpu")
     for query, token in zip(queries.tolist(), parts.answer, strict=True):
         places = [start + i for i, other in enumerate(parts.answer) if other == token]
-        keys[query, : len(places)] = torch.tensor(places)
-    return Haystack(torch.tensor(body), queries, keys[:, : _most(keys)])
+        keys[query, : len(places)] = torch.tensor(places, device="cpu")
+    return Haystack(torch.tensor(body, device="cpu"), queries, keys[:, : _most(keys)])
 
 
 def _most(keys: Tensor) -> int:

@@ -37,10 +37,10 @@ def repeated(
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for _ in range(batch):
-        drawn = torch.randperm(vocabulary, generator=generator)
+        drawn = torch.randperm(vocabulary, generator=generator, device="cpu")
         rows.append((drawn if first is None else drawn[drawn != first])[:length])
     text = torch.stack(rows).repeat(1, times)
-    return text if first is None else torch.cat([torch.full((batch, 1), first), text], 1)
+    return text if first is None else torch.cat([torch.full((batch, 1), first, device="cpu"), text], 1)
 
 
 def induction(
@@ -83,7 +83,7 @@ def texts_or_random_tokens(
             found = tokenizer_of(model, tokenizer)
             if found is None:
                 raise bad_value("tokenizer", expected="one, for the model has none of its own", received="none")
-            text = torch.tensor(special_prefix(found) + token_ids(found, text))
+            text = torch.tensor(special_prefix(found) + token_ids(found, text), device="cpu")
         if not isinstance(text, Tensor) or text.dim() != 1 or text.is_floating_point():
             raise bad_type(f"texts[{i}]", expected="a text or token ids (N,)", received=type(text).__name__)
         rows.append((f"texts[{i}]", text))

@@ -112,7 +112,7 @@ def successor(
     runs = [(name, whole_number("seeds", seed, at_least=0)) for name in ordered for seed in seeds]
     for name, seed in track(runs, "successor", progress):
         members, successors = ordered[name]
-        order = torch.randperm(len(members), generator=torch.Generator().manual_seed(seed))
+        order = torch.randperm(len(members), generator=torch.Generator().manual_seed(seed), device="cpu")
         ids = torch.tensor(prefix + [members[i] for i in order.tolist()], device=device_of(model))
         run = direct_logits(model, ids, len(ids) - 1, members)
         asked = [(len(prefix) + place, i) for place, i in enumerate(order.tolist()) if successors[i] >= 0]

@@ -206,7 +206,7 @@ def _rows(heads: Sequence[tuple[str, int]], key: Key, trained: Halves, shuffled:
     chosen, reported = (half.accuracies(key) for half in trained)
     n = trained[1].asked[key]
     intervals = [interval(accuracy, n) for accuracy in reported.tolist()]
-    lows = torch.tensor([low for low, _ in intervals])
+    lows = torch.tensor([low for low, _ in intervals], device="cpu")
     best = int(chosen.argmax())
     candidates = chosen >= baselines[0] + MARGIN
     candidates[best] = True

@@ -169,7 +169,10 @@ def _texts(
 
 def random_halves(count: int, seed: int) -> list[int]:
     """A random half, 0 or 1, for each of `count` texts."""
-    return [place % 2 for place in torch.randperm(count, generator=torch.Generator().manual_seed(seed)).tolist()]
+    return [
+        place % 2
+        for place in torch.randperm(count, generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
+    ]
 
 
 def _attention_maps(model: nn.Module, ids: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -226,6 +229,6 @@ def shuffled_copy(model: nn.Module, seed: int) -> nn.Module:
     with torch.no_grad():
         for parameter in shuffled.parameters():
             if parameter.dim() > 1:
-                order = torch.randperm(parameter.numel(), generator=generator).to(parameter.device)
+                order = torch.randperm(parameter.numel(), generator=generator, device="cpu").to(parameter.device)
                 parameter.copy_(parameter.flatten()[order].view_as(parameter))
     return shuffled

@@ -91,7 +91,7 @@ def answered(weights: Tensor, questions: Sequence[Question]) -> Tensor:
 
 def _one_hot(words_of_questions: Sequence[Sequence[int]], words: int) -> Tensor:
     """Some words of each question as booleans, (Q, n)."""
-    flags = torch.zeros(len(words_of_questions), words, dtype=torch.bool)
+    flags = torch.zeros(len(words_of_questions), words, dtype=torch.bool, device="cpu")
     rows = [i for i, chosen in enumerate(words_of_questions) for _ in chosen]
     flags[rows, [word for chosen in words_of_questions for word in chosen]] = True
     return flags

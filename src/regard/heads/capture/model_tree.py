@@ -56,6 +56,7 @@ class _Known:
     foreign: bool  # whether it has hooks that are not known
     attributes: tuple[str, ...]  # those that its code names, if it is closed
     values: tuple[Any, ...]
+    is_bare: bool  # whether it has neither children nor hooks, nor anything else that could change but these
 
     def still(self) -> nn.Module | None:
         """The module, if it is what it was."""
@@ -64,6 +65,10 @@ class _Known:
             return None
         own = module.__dict__
         children = own["_modules"]
+        if self.is_bare:  # most are
+            hooks = own["_forward_hooks"]
+            bare = not (children or hooks or own["_forward_pre_hooks"] or "forward" in own)
+            return module if bare and id(hooks) == self.hooks else None
         if len(children) != len(self.ids) or id(own["_forward_hooks"]) != self.hooks:
             return None
         if children and (tuple(children) != self.children or tuple(map(id, children.values())) != self.ids):
@@ -137,6 +142,7 @@ def _known(module: nn.Module, found: _Finder) -> _Known:
     own = module.__dict__
     code = found.codes.get(type(module)) if id(module) in found.closed else None
     attributes = () if code is None else tuple(sorted(code.attributes))
+    hooks = module._forward_hooks or module._forward_pre_hooks
     return _Known(
         weakref.ref(module),
         type(module),
@@ -147,6 +153,7 @@ def _known(module: nn.Module, found: _Finder) -> _Known:
         _has_foreign_hooks(own),
         attributes,
         tuple([own.get(name) for name in attributes]),
+        not (module._modules or hooks or attributes or "forward" in own),
     )
 
 

@@ -40,6 +40,12 @@ every_dtype = pytest.mark.parametrize("dtype", FLOAT)
 needs_onednn = pytest.mark.skipif(torch.float32 not in regard.onednn._dtypes(), reason="a torch without oneDNN")
 
 
+@pytest.fixture(autouse=True)
+def slow_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is for oneDNN on some CPUs is tested on all."""
+    monkeypatch.setattr(regard.onednn, "_mkl_is_fast", lambda: False)
+
+
 def new(width: int = IN, out: int = OUT, *, bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
     torch.manual_seed(width + 101 * out)
     return nn.Linear(width, out, bias=bias, dtype=dtype)
@@ -125,6 +131,20 @@ def test_large_plain_products_are_onednns_and_small_ones_torchs(fast: list[bool]
     with packed([linear]):
         project(linear, rows(3, IN))
     assert fast == [True, False, True]
+
+
+@needs_onednn
+@torch.no_grad()
+def test_where_mkl_is_fast_products_in_float32_are_its_own(fast: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regard.onednn, "_mkl_is_fast", lambda: True)
+    linear = new()
+    project(linear, rows())
+    with packed([linear]):
+        project(linear, rows())
+    large = nn.Linear(1 << 10, 1 << 11)
+    project(large, rows(3, 1 << 10))  # a few rows for a very large weight
+    project(large, rows(67, 1 << 10))
+    assert fast == [False, True, True, False]
 
 
 SIZES = st.sampled_from([1, 2, 3, 7, 8, 13, 16, 17, 31, 64, 67])

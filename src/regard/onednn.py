@@ -59,7 +59,7 @@ _ONEDNN = {
 }
 # Below this many multiply-adds, and with few rows for a weight that is not large, MKL is as fast or faster.
 _WORTHWHILE = 1 << 18
-_FEW_ROWS, _LARGE = 32, 1 << 20
+_FEW_ROWS, _LARGE, _VERY_LARGE = 32, 1 << 20, 1 << 21
 
 
 def project(
@@ -156,19 +156,29 @@ def _weight_for_onednn(linear: nn.Module, x: Tensor, other: Tensor | None) -> Te
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return None
     copy = _active_copy((linear,))
-    if copy is None and _is_small(x.numel(), linear.out_features, linear.in_features):  # most products are
+    if copy is None and _is_for_mkl(x, linear.out_features, linear.in_features):  # most products are
         return None
     weight = None if _is_observed() else _weight_if_plain(linear, x, other)
     if weight is None:
         return None
     if copy is not None and copy.is_of([weight]):
         return copy.packed if x.numel() else None
-    return None if _is_small(x.numel(), *weight.shape) or not weight.is_contiguous() else weight
+    return None if _is_for_mkl(x, *weight.shape) or not weight.is_contiguous() else weight
 
 
-def _is_small(numbers: int, wide: int, deep: int) -> bool:
-    """Whether MKL is as fast: x has so many numbers, and the weight is (wide, deep)."""
-    return numbers * wide < _WORTHWHILE or (wide * deep < _LARGE and numbers < _FEW_ROWS * deep)
+def _is_for_mkl(x: Tensor, wide: int, deep: int) -> bool:
+    """Whether MKL is as fast for the product of x with a weight (wide, deep)."""
+    numbers = x.numel()
+    if numbers * wide < _WORTHWHILE or (wide * deep < _LARGE and numbers < _FEW_ROWS * deep):
+        return True
+    few = wide * deep >= _VERY_LARGE and numbers <= 2 * _FEW_ROWS * deep
+    return x.dtype is torch.float32 and not few and _mkl_is_fast()
+
+
+@functools.cache
+def _mkl_is_fast() -> bool:
+    """Whether MKL has the widest instructions of this CPU in float32: it has none of AVX-512 on some."""
+    return torch.backends.mkl.is_available() and torch.backends.cpu.get_cpu_capability() != "AVX512"
 
 
 def _weight_if_plain(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:

@@ -291,6 +291,15 @@ def attn_implementation(rows: Rows) -> str:
     return markdown(["model", "what", "tokens", "sdpa / regard", "eager / regard"], lines)
 
 
+def diffusers_backend(rows: Rows) -> str:
+    """Models of diffusers on our kernels, beside the same models on torch's."""
+    lines: Lines = [
+        [row["model"], row["what"], f"{row['tokens']:,}", ratio(row["native"], row["regard"]) or "not run"]
+        for row in rows
+    ]
+    return markdown(["model", "what", "tokens", "native / regard"], lines)
+
+
 def small_calls(rows: Rows) -> str:
     """Calls so small that what surrounds the kernel is most of the time."""
     peers = list(dict.fromkeys(name for row in rows for name in row["seconds"] if name != "regard"))
@@ -434,6 +443,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "memory": ("looking", memory),
     "watching": ("watching", watching),
     "attn-implementation": ("attn_implementation", attn_implementation),
+    "diffusers-backend": ("diffusers_backend", diffusers_backend),
     "small-calls": ("small_calls", small_calls),
     "compile-gpu": ("compile_gpu", compile_gpu),
     "gpu": ("gpu", gpu),

@@ -92,15 +92,28 @@ def test_watching(root: Path) -> None:
     row = {"model": "bert-base sizes, transformers sdpa", "tokens": 2048, "blind": 2.0, "watched": 2.2}
     rows = [row | {"exact": 3.0, "eager": 8.5, "roles": 1.0, "other": {}, "difference": 0.0}]
     rows += [row | {"tokens": 8192, "exact": None, "eager": None, "other": {}, "difference": 0.0}]
+    rows += [row | {"model": "ours", "torch": 2.75}, row | {"model": "ours"}]
     result(root, "watching", rows)
     assert table_of(root, "watching") == [
         "Measured on: A Fine CPU, 2 threads, torch 2.13.0.",
         "",
-        "| model | tokens | watched / blind | `exact=True` / blind | eager with maps / blind "
-        "| `seen.roles()` alone / blind |",
-        "| --- | --- | --- | --- | --- | --- |",
-        "| bert-base sizes, transformers sdpa | 2,048 | 1.10 | 1.50 | 4.25 | 0.50 |",
-        "| bert-base sizes, transformers sdpa | 8,192 | 1.10 | not run | not run | not run |",
+        "| model | tokens | watched / blind | watched / blind with PyTorch's attention | `exact=True` / blind "
+        "| eager with maps / blind | `seen.roles()` alone / blind |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| bert-base sizes, transformers sdpa | 2,048 | 1.10 | 1.10 | 1.50 | 4.25 | 0.50 |",
+        "| bert-base sizes, transformers sdpa | 8,192 | 1.10 | 1.10 | not run | not run | not run |",
+        "| ours | 2,048 | 1.10 | 0.80 | not run | not run | not run |",
+        "| ours | 2,048 | 1.10 | not run | not run | not run | not run |",
+    ]
+
+
+def test_diffusers_backend(root: Path) -> None:
+    rows = [{"model": "a DiT", "what": "forward", "tokens": 1024, "difference": 0.0, "native": 3.0, "regard": 2.0}]
+    result(root, "diffusers_backend", rows)
+    assert table_of(root, "diffusers-backend")[2:] == [
+        "| model | what | tokens | native / regard |",
+        "| --- | --- | --- | --- |",
+        "| a DiT | forward | 1,024 | 1.50 |",
     ]
 
 

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 B, H, N, M, D, E = 2, 3, 7, 11, 5, 4
 W = H * D
-CAUSAL = torch.ones(N, N, dtype=torch.bool).tril()
+
+
+def causal() -> Tensor:
+    """A causal mask (N, N), True = may attend, on the device of the tests."""
+    return torch.ones(N, N, dtype=torch.bool).tril()
+
 
 Weights = Callable[[], Tensor]  # (B, H, N, M), computed when asked for only: a watch gets no hint from it
 Core = Callable[["Hand", Tensor, Tensor, Tensor], tuple[Tensor, Weights]]
@@ -194,24 +199,24 @@ def a_head_after_another(hand: Hand, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
 
 
 def masked_by_sum(hand: Hand, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Weights]:
-    p = F.softmax(_scores(q, k) + torch.zeros(N, N, dtype=q.dtype).masked_fill(~CAUSAL, -math.inf), dim=-1)
+    p = F.softmax(_scores(q, k) + torch.zeros(N, N, dtype=q.dtype).masked_fill(~causal(), -math.inf), dim=-1)
     return _times(p, v), lambda: p
 
 
 def masked_by_filling(hand: Hand, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Weights]:
-    p = F.softmax(_scores(q, k).masked_fill(~CAUSAL, -1e9), dim=-1)
+    p = F.softmax(_scores(q, k).masked_fill(~causal(), -1e9), dim=-1)
     return _times(p, v), lambda: p
 
 
 def masked_with_a_blind_row(hand: Hand, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Weights]:
     """The first query sees nothing, and NaN is mended after the softmax."""
-    p = F.softmax(_scores(q, k).masked_fill(~CAUSAL.tril(-1), -math.inf), dim=-1).nan_to_num(0.0)
+    p = F.softmax(_scores(q, k).masked_fill(~causal().tril(-1), -math.inf), dim=-1).nan_to_num(0.0)
     return _times(p, v), lambda: p
 
 
 def masked_after(hand: Hand, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Weights]:
     """Masked before and once more after the softmax, where a row may see nothing."""
-    p = F.softmax(_scores(q, k).masked_fill(~CAUSAL, -1e9), dim=-1).masked_fill(~CAUSAL, 0.0)
+    p = F.softmax(_scores(q, k).masked_fill(~causal(), -1e9), dim=-1).masked_fill(~causal(), 0.0)
     return _times(p, v), lambda: p
 
 

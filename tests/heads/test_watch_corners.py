@@ -16,7 +16,6 @@ import transformers
 from heads import hf_models
 from heads.oracle import Oracle, agree, close, wanted
 from heads.oracle_hands import (
-    CAUSAL,
     B,
     Core,
     D,
@@ -29,6 +28,7 @@ from heads.oracle_hands import (
     Weights,
     WithMemory,
     by_operator,
+    causal,
     dense,
     drawn,
     made,
@@ -186,7 +186,7 @@ def cleared_afterwards(hand: Hand, q: Tensor, k: Tensor, v: Tensor) -> tuple[Ten
 def masked_in_place(hand: Hand, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Weights]:
     q, k, v = _heads(q, k, v)
     s = q @ k.mT
-    s.masked_fill_(~CAUSAL, -math.inf)
+    s.masked_fill_(~causal(), -math.inf)
     p = s.softmax(-1)
     return (p @ v).transpose(1, 2), lambda: p
 

@@ -11,7 +11,6 @@ import torch
 from heads import hf_models
 from heads.oracle import Oracle, agree, close, wanted
 from heads.oracle_hands import (
-    CAUSAL,
     B,
     D,
     Fused,
@@ -24,6 +23,7 @@ from heads.oracle_hands import (
     by_functional_dropout,
     by_operator,
     by_softmax_module,
+    causal,
     dense,
     drawn,
     made,
@@ -59,7 +59,7 @@ def _encoder() -> tuple[nn.Module, Run]:
 
 
 def _fused() -> tuple[nn.Module, Run]:
-    layer = drawn(Fused({"enable_gqa": True, "attn_mask": CAUSAL, "dropout_p": 0.3}))
+    layer = drawn(Fused({"enable_gqa": True, "attn_mask": causal(), "dropout_p": 0.3}))
     model, x = WithMemory(layer), noise(B, N, W)
     return model, lambda: model(x, x).square().mean()
 
@@ -87,7 +87,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Run]]] = {
     "by hand, bmm": lambda: _hand(batch_times_heads),
     "torch": lambda: _torch(),
     "torch, no weights": lambda: _torch(need_weights=False),
-    "torch, causal": lambda: _torch(need_weights=False, attn_mask=~CAUSAL, is_causal=True),
+    "torch, causal": lambda: _torch(need_weights=False, attn_mask=~causal(), is_causal=True),
     "encoder": _encoder,
     "fused": _fused,
     "regard": lambda: _regard(),

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from heads.oracle import Oracle, agree, close, wanted
 from heads.oracle_hands import (
-    CAUSAL,
     CORES,
     MASKED,
     B,
@@ -40,6 +39,7 @@ from heads.oracle_hands import (
     by_functional_dropout,
     by_operator,
     by_softmax_module,
+    causal,
     dense,
     drawn,
     heads_by_split,
@@ -222,7 +222,7 @@ def test_scaled_dot_product_attention_where_a_row_sees_nothing() -> None:
 
 PADDING = torch.tensor([[False] * M, [False] * 6 + [True] * (M - 6)])
 SQUARE = torch.tensor([[False] * N, [False] * 4 + [True] * (N - 4)])
-FLOATS = torch.zeros(N, N, dtype=torch.float64).masked_fill(~CAUSAL, -math.inf)
+FLOATS = torch.zeros(N, N, dtype=torch.float64).masked_fill(~causal(), -math.inf)
 EVEN, WIDE = 4, 28  # heads and width of what has the fast path, which asks for an even number
 OPTIONS: dict[str, dict[str, Any]] = {  # of the constructor
     "plain": {},
@@ -239,11 +239,11 @@ CALLS: dict[str, dict[str, Any]] = {
     "no weights": {"need_weights": False},
     "padding": {"need_weights": False, "key_padding_mask": SQUARE},
     "padding and weights": {"key_padding_mask": SQUARE},
-    "bool mask": {"need_weights": False, "attn_mask": ~CAUSAL},
+    "bool mask": {"need_weights": False, "attn_mask": ~causal()},
     "float mask": {"need_weights": True, "attn_mask": FLOATS},
     "mask of each head": {"need_weights": False, "attn_mask": noise(B * H, N, N)},
-    "causal": {"need_weights": False, "attn_mask": ~CAUSAL, "is_causal": True},
-    "mask and padding": {"need_weights": False, "attn_mask": ~CAUSAL, "key_padding_mask": SQUARE},
+    "causal": {"need_weights": False, "attn_mask": ~causal(), "is_causal": True},
+    "mask and padding": {"need_weights": False, "attn_mask": ~causal(), "key_padding_mask": SQUARE},
 }
 
 
@@ -316,7 +316,7 @@ def test_transformer_encoder(mask: str, norm_first: bool) -> None:
     model = drawn(nn.TransformerEncoder(block, 2, enable_nested_tensor=not norm_first))
     model.layers[1].load_state_dict(drawn(nn.TransformerEncoderLayer(WIDE, EVEN, 13), seed=9).state_dict())
     x = noise(B, N, WIDE)
-    given = {"none": {}, "padding": {"src_key_padding_mask": SQUARE}, "causal": {"mask": ~CAUSAL, "is_causal": True}}[
+    given = {"none": {}, "padding": {"src_key_padding_mask": SQUARE}, "causal": {"mask": ~causal(), "is_causal": True}}[
         mask
     ]
     rows = ~SQUARE if mask == "padding" else None  # nested tensors have no padding: what comes out there is nothing's
@@ -342,16 +342,16 @@ def test_transformer_decoder(train: bool) -> None:
     block = nn.TransformerDecoderLayer(W, H, 13, dropout=0.0, batch_first=True)
     model = drawn(nn.TransformerDecoder(block, 2)).train(train)
     x, memory = noise(B, N, W), noise(B, M, W, seed=7)
-    given = {"tgt_mask": ~CAUSAL, "tgt_is_causal": True, "memory_key_padding_mask": PADDING}
+    given = {"tgt_mask": ~causal(), "tgt_is_causal": True, "memory_key_padding_mask": PADDING}
     seen, _ = see(model, x, memory, **given)
     assert seen.layers == [f"layers.{i}.{name}" for i in range(2) for name in ("self_attn", "multihead_attn")]
     hidden = x
     for i, layer in enumerate(model.layers):
-        agree(seen[2 * i], Oracle(own(layer.self_attn, hidden, hidden, hidden, attn_mask=~CAUSAL)))
-        middle = layer.norm1(hidden + layer._sa_block(hidden, ~CAUSAL, None))
+        agree(seen[2 * i], Oracle(own(layer.self_attn, hidden, hidden, hidden, attn_mask=~causal())))
+        middle = layer.norm1(hidden + layer._sa_block(hidden, ~causal(), None))
         right = own(layer.multihead_attn, middle, memory, memory, key_padding_mask=PADDING)
         agree(seen[2 * i + 1], Oracle(right), kind="cross")
-        hidden = layer(hidden, memory, tgt_mask=~CAUSAL, memory_key_padding_mask=PADDING)
+        hidden = layer(hidden, memory, tgt_mask=~causal(), memory_key_padding_mask=PADDING)
 
 
 def test_cross_attention_to_as_many_keys_as_queries() -> None:

@@ -14,7 +14,6 @@ from heads import hf_models
 from heads.hf_models import ZOO
 from heads.oracle import close
 from heads.oracle_hands import (
-    CAUSAL,
     CORES,
     MASKED,
     B,
@@ -33,6 +32,7 @@ from heads.oracle_hands import (
     WithMemory,
     a_head_after_another,
     by_operator,
+    causal,
     dense,
     drawn,
     made,
@@ -260,8 +260,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "torch, self": lambda: torch_self(),
     "torch, self, sequence first": lambda: torch_self(batch_first=False, need_weights=False),
     "torch, self, one text": lambda: torch_self(alone=True),
-    "torch, causal": lambda: torch_self(attn_mask=~CAUSAL, is_causal=True, need_weights=False),
-    "torch, causal, weights": lambda: torch_self(batch_first=False, attn_mask=~CAUSAL, is_causal=True),
+    "torch, causal": lambda: torch_self(attn_mask=~causal(), is_causal=True, need_weights=False),
+    "torch, causal, weights": lambda: torch_self(batch_first=False, attn_mask=~causal(), is_causal=True),
     "torch, encoder": lambda: torch_encoder(),
     "torch, encoder, sequence first": lambda: torch_encoder(batch_first=False, enable_nested_tensor=False),
     "torch, encoder, padded": lambda: torch_encoder(padded=True, enable_nested_tensor=False),

@@ -24,7 +24,6 @@ from heads.interventions.test_ablate import (
     swapped_in,
 )
 from heads.oracle_hands import (
-    CAUSAL,
     CORES,
     MASKED,
     B,
@@ -37,6 +36,7 @@ from heads.oracle_hands import (
     W,
     WithMemory,
     by_operator,
+    causal,
     dense,
     drawn,
     made,
@@ -171,7 +171,7 @@ class AfterSoftmax(nn.Module):
         q = self.q(x).unflatten(-1, (H, D))
         s = torch.einsum("bnhd,bmd->bhnm", q, self.k(x)) * D**-0.5
         s = s if self.cut is None else s.masked_fill(self.cut, -math.inf)
-        p = s.softmax(-1) * CAUSAL.to(x)
+        p = s.softmax(-1) * causal().to(x)
         return self.o(torch.einsum("bhnm,bme->bnhe", p, self.v(x)).flatten(2))
 
 
@@ -317,7 +317,7 @@ def test_torchs_layer(way: str, need_weights: bool) -> None:
     options: dict[str, Any] = {"need_weights": need_weights}
     mask = torch.zeros(N, m, dtype=torch.bool)
     if way == "causal":
-        mask = ~CAUSAL
+        mask = ~causal()
         options |= {"attn_mask": mask, "is_causal": True}
     if way == "padded":
         options["key_padding_mask"] = torch.arange(m) >= torch.tensor([[m], [4]])

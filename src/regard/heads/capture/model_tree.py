@@ -169,6 +169,7 @@ class _Finder:
         self.heads_are_passed = False  # whether a module may be handed queries, keys and values by the one around it
         self.codes: dict[type, Any] = {}
         self.searched: dict[int, bool] = {}
+        self.walked: set[int] = set()  # by `find_between`
         self.anything_closed = not _global_hooks()
 
     def find(self, module: nn.Module) -> bool:
@@ -197,12 +198,12 @@ class _Finder:
         """Note which parts of the blocks of closed modules (those in a list of modules) need no hooks: they are given
         no token ids, and tell nothing that the module inside them which computes attention does not tell. To be called
         after `find`."""
-        if id(module) not in self.searched or self.heads_are_passed:
+        if id(module) in self.walked or self.heads_are_passed:
             return
-        del self.searched[id(module)]
+        self.walked.add(id(module))
         if inside and in_block and id(module) in self.attend - self.asking:
             self.between.add(id(module))
-        is_list = type(module) is nn.ModuleList  # (which is never called)
+        is_list = type(module) is nn.ModuleList
         inside = inside or (id(module) in self.closed and not is_list)
         for child in module._modules.values():
             if child is not None:
@@ -210,8 +211,8 @@ class _Finder:
 
     def needs_hooks(self, module: nn.Module) -> bool:
         """Whether attention may be computed in a module or below it, and its hooks tell something."""
-        if _is_leaf_of_torch(module) or id(module) in self.between:
-            return False
+        if _is_leaf_of_torch(module) or id(module) in self.between or type(module) is nn.ModuleList:
+            return False  # (a list is never called)
         return id(module) not in self.closed or id(module) in self.attend
 
     def _is_closed(self, module: nn.Module) -> bool:

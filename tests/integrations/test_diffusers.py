@@ -446,6 +446,6 @@ def test_a_registry_that_does_not_keep_what_it_is_given() -> None:
 def test_without_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "diffusers.utils.constants", None)
     with pytest.raises(
-        ImportError, match=r"expected diffusers 0.35 or newer, .*; remedy: pip install 'regard\[diffusers"
+        ImportError, match=r"expected diffusers 0.42 or newer, .*; remedy: pip install 'regard\[diffusers"
     ):
         diffusers_registry.load_registry("regard")

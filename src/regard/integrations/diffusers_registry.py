@@ -35,7 +35,7 @@ def load_registry(name: str) -> tuple[Any, bool]:
             constants.DIFFUSERS_ATTN_BACKEND = wanted
     except ImportError as error:
         raise ImportError(
-            "regard.integrations.diffusers: expected diffusers 0.35 or newer, which lets others compute its attention, "
+            "regard.integrations.diffusers: expected diffusers 0.42 or newer, whose attention others may compute, "
             f"received: {error}; remedy: pip install 'regard[diffusers]'"
         ) from error
 
@@ -120,7 +120,7 @@ def _unknown_layout(expected: str, received: str) -> ImportError:
     except importlib.metadata.PackageNotFoundError:
         version = "of an unknown version"
     return ImportError(
-        f"regard.integrations.diffusers: expected a diffusers that has {expected}, as 0.35 to 0.42 have it; received "
-        f"diffusers {version} with {received}; remedy: pip install 'diffusers<0.43', or "
+        f"regard.integrations.diffusers: expected a diffusers that has {expected}, as 0.42 has it; received "
+        f"diffusers {version} with {received}; remedy: pip install 'diffusers~=0.42.0', or "
         "`with regard.integrations.sdpa.RedirectSdpa(): ...` around any model"
     )

@@ -69,7 +69,11 @@ def build_library(target: Path, objects: Path) -> None:
 
     sets = {name: flags for name, flags in INSTRUCTION_SETS.items() if supports(flags)}  # (old compilers lack some)
     jobs = [("dispatch.cpp", "dispatch", *(f"-DREGARD_HAS_{name.upper()}" for name in sets))]
-    jobs += [("kernel.cpp", name, f"-DREGARD_NAMESPACE=regard_{name}", *flags.split()) for name, flags in sets.items()]
+    jobs += [
+        (f"{source}.cpp", f"{source}_{name}", f"-DREGARD_NAMESPACE=regard_{name}", *flags.split())
+        for name, flags in sets.items()
+        for source in ("kernel", "products")
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         object_files = list(pool.map(lambda job: compile_object(*job), jobs))
     target.parent.mkdir(parents=True, exist_ok=True)

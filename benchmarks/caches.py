@@ -33,7 +33,7 @@ from torch import Tensor
 import regard
 from regard import HeadCache, KVCache, models
 from regard.heads import probes
-from regard.onednn import project
+from regard.projections import project
 
 CHUNK = 256
 SIZES = {"SmolLM2-135M": (9, 3, 64), "Llama-3-8B": (32, 8, 128)}

@@ -19,7 +19,7 @@ from side_by_side import save, table
 from torch import Tensor
 
 from regard import models
-from regard.onednn import project
+from regard.projections import project
 
 CHUNK = 512
 

@@ -31,7 +31,7 @@ from side_by_side import machine, save, table, take_turns
 from torch import Tensor, nn
 
 from regard import models
-from regard.onednn import project
+from regard.projections import project
 
 THREADS = 2
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

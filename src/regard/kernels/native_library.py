@@ -1,4 +1,4 @@
-"""The native library as Python sees it: where it is, what CPU it runs on, and its two functions.
+"""The native library as Python sees it: where it is, what CPU it runs on, and its functions.
 
 `native/args.h` describes the calls. They are packed as C lays them out, in one step: a ctypes structure filled name by
 name would take longer than a small attention.
@@ -18,7 +18,19 @@ import torch  # first: it brings the OpenMP runtime, and the library takes which
 
 from regard.errors import bad_value
 
-__all__ = ["CALL", "DTYPES", "GRADIENTS", "SEGMENT", "Library", "load", "raise_for", "say_once", "why_not"]
+__all__ = [
+    "CALL",
+    "DTYPES",
+    "FACTOR",
+    "GRADIENTS",
+    "PRODUCT",
+    "SEGMENT",
+    "Library",
+    "load",
+    "raise_for",
+    "say_once",
+    "why_not",
+]
 
 FILE = Path(os.environ.get("REGARD_LIBRARY") or Path(__file__).with_name("libregard_native.so"))
 INSTRUCTION_SETS = ("auto", "portable", "avx2", "avx512", "avx512_bf16")  # in the order of `regard_isa`
@@ -53,6 +65,10 @@ GRADIENTS = struct.Struct(
     "3P9q"  # d_q, d_k, d_v, their strides
     "P4qP"  # d_bias with its strides, d_sinks
 )
+# struct regard_product: size, isa, threads, dtype, after; rows, width, factors; x, its stride
+PRODUCT = struct.Struct("Qiiii3qPq")
+# struct regard_factor: weight, bias, out, other; outs, the strides of weight, out and other
+FACTOR = struct.Struct("4P4q")
 
 _STATUS = {
     1: "the library was built from another version of its source; remedy: install regard again",
@@ -79,6 +95,10 @@ class Library(NamedTuple):
     def backward(self, call: bytes, gradients: bytes) -> None:
         """Gradients."""
         raise_for(self.handle.regard_attention_backward(call, gradients))
+
+    def multiply(self, product: bytes, factors: bytes) -> None:
+        """Projections."""
+        raise_for(self.handle.regard_multiply(product, factors))
 
 
 def raise_for(status: int) -> None:
@@ -148,13 +168,24 @@ def find(file: Path) -> tuple[Library | None, str | None]:
             handle = ctypes.CDLL(str(file))
         except OSError:
             return None, f"it does not load: {error}"
-    for size in (handle.regard_args_size, handle.regard_gradients_size):
-        size.restype = ctypes.c_uint64
-    if (handle.regard_args_size(), handle.regard_gradients_size()) != (CALL.size, GRADIENTS.size):
+    if not all(_fits(handle, name, layout) for name, layout in _SIZES.items()):
         return None, "it was compiled from another version of its source: install regard again"
     handle.regard_attention.argtypes = [ctypes.c_char_p]
     handle.regard_attention_backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    handle.regard_multiply.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     return Library(handle, INSTRUCTION_SETS[handle.regard_best_isa()]), None
+
+
+_SIZES = {"regard_args_size": CALL, "regard_gradients_size": GRADIENTS, "regard_product_size": PRODUCT}
+
+
+def _fits(handle: ctypes.CDLL, name: str, layout: struct.Struct) -> bool:
+    """Whether the library has a structure of ours, in our size."""
+    size = getattr(handle, name, None)
+    if size is None:
+        return False
+    size.restype = ctypes.c_uint64
+    return size() == layout.size
 
 
 @functools.cache

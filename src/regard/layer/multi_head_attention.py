@@ -44,9 +44,9 @@ from regard.layer.norm import Norm, as_norm, normalise
 from regard.layer.steps import steps_of
 from regard.layer.value_mix import ValueMix
 from regard.masks import Mask, as_mask
-from regard.onednn import project, project_each
 from regard.positions import Alibi, MultiAxisRotary, RelativeBias, Rotary, Temperature, as_biases
 from regard.presets import Configuration, configuration
+from regard.projections import project, project_each
 from regard.summary import Step, table
 from regard.tracing import traced
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from regard.errors import bad_value
 from regard.layer import MultiHeadAttention
 from regard.models.config import ModelConfig
-from regard.onednn import ACTIVATIONS, project, project_each
 from regard.positions import RelativeBias, Rotary
+from regard.projections import ACTIVATIONS, project, project_each
 
 __all__ = ["Block", "Embedding", "FeedForward", "RMSNorm", "new_norm", "read_together"]
 

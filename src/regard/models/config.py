@@ -11,8 +11,8 @@ from typing import Literal, get_args, get_type_hints
 
 from regard.errors import bad_value
 from regard.models.fields import WIDTH
-from regard.onednn import ACTIVATIONS
 from regard.presets import Configuration
+from regard.projections import ACTIVATIONS
 
 __all__ = ["ModelConfig"]
 
@@ -29,7 +29,7 @@ class ModelConfig(Configuration):
         norm: "layer" (LayerNorm) or "rms" (RMSNorm), with `norm_eps`.
         order: where the norms are: "post" (after the residual), "pre" (before each part), or "parallel" (before each
             part, and both parts read the same residual).
-        activation: one of `regard.onednn.ACTIVATIONS`; `gated`: whether it is multiplied by a second projection.
+        activation: one of `regard.projections.ACTIVATIONS`; `gated`: whether it is multiplied by a second projection.
         mlp_bias: whether the feed-forward projections have a bias.
         first_position: index of the first learned position that is used (RoBERTa: 2).
         token_types: rows of the token type embedding; 0 for none.

@@ -19,7 +19,7 @@ from regard.models import generation
 from regard.models.base import TextModel
 from regard.models.blocks import Block, Embedding, new_norm
 from regard.models.config import ModelConfig
-from regard.onednn import project
+from regard.projections import project
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -17,7 +17,7 @@ from torch import Tensor
 from regard.cache import RollingCache, together, tokens_read
 from regard.errors import bad_type, bad_value
 from regard.models.base import padded
-from regard.onednn import project
+from regard.projections import project
 
 if TYPE_CHECKING:
     from regard.models.decoder import Cache, Decoder

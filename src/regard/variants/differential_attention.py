@@ -24,8 +24,8 @@ from regard.attention import BiasLike, attention_weights
 from regard.cache import KVCache, Slots
 from regard.errors import bad_type, bad_value, no_torchscript, unknown_argument
 from regard.masks import Mask, as_mask
-from regard.onednn import project, project_each
 from regard.positions import Rotary
+from regard.projections import project, project_each
 from regard.summary import Step, table
 from regard.tracing import traced
 from regard.variants.checks import check_call, check_input, check_rotary, check_sizes

@@ -491,7 +491,7 @@ def test_decoder_with_caches() -> None:
     assert [block.attention.num_kv_heads for block in model.blocks] == [2, 3, 3]
 
 
-@pytest.mark.skipif(not regard.onednn._dtypes(), reason="oneDNN, which packs weights, is not there")
+@pytest.mark.skipif(not regard.onednn.dtypes(), reason="oneDNN, which packs weights, is not there")
 def test_packed_copies_are_not_those_of_before() -> None:
     model = randomised(Decoder(ModelConfig(**_DECODER)), torch.float32)
     x = ids(1, 1)

@@ -40,7 +40,7 @@ _ABOUT_TENSORS = _about_tensors()
 class CaptureMode(TorchFunctionMode):
     """Hands every torch function to a capture. (Torch disables a mode inside its own handler.)"""
 
-    sees_projections = False  # `regard.onednn` may fuse them: no attention is computed in them
+    sees_projections = False  # `regard.projections` may fuse them: no attention is computed in them
 
     def __init__(self, capture: AttentionCapture) -> None:
         super().__init__()

@@ -272,7 +272,7 @@ def is_named_for_attention(kind: type) -> bool:
 
 def _is_leaf_of_torch(module: nn.Module) -> bool:
     """Whether a module is a layer of torch without children (`nn.Linear`, `nn.LayerNorm`, ...), which computes no
-    attention. Hooks would cost more than many of these layers, and keep `regard.onednn` from fusing them."""
+    attention. Hooks would cost more than many of these layers, and keep `regard.projections` from fusing them."""
     return not module._modules and _is_class_of_torch(type(module))
 
 

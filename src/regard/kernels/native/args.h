@@ -125,10 +125,45 @@ struct regard_gradients {
     float *d_sinks;  // (B, H), contiguous
 };
 
+// What is done to x W^T + bias.
+enum regard_after : int32_t {
+    REGARD_NOTHING = 0,
+    REGARD_GELU = 1,
+    REGARD_GELU_TANH = 2,
+    REGARD_QUICK_GELU = 3,
+    REGARD_RELU = 4,
+    REGARD_SILU = 5,
+    REGARD_TANH = 6,
+    REGARD_ADD = 7,    // another tensor is added
+    REGARD_TIMES = 8,  // or multiplied
+};
+
+// x, (rows, width), times several weights. Everything has the same dtype, and its last axis is contiguous.
+struct regard_product {
+    uint64_t size;  // sizeof(regard_product)
+    int32_t isa;
+    int32_t threads;
+    int32_t dtype;
+    int32_t after;  // enum regard_after
+    int64_t rows, width, factors;
+    const void *x;
+    int64_t x_stride;
+};
+
+// One of these weights: out = after(x weight^T + bias).
+struct regard_factor {
+    const void *weight, *bias;  // (outs, width); (outs), or null
+    void *out;                  // (rows, outs)
+    const void *other;          // (rows, outs) with REGARD_ADD and REGARD_TIMES, else null
+    int64_t outs, weight_stride, out_stride, other_stride;
+};
+
 REGARD_API int32_t regard_attention(const regard_args *args);
 REGARD_API int32_t regard_attention_backward(const regard_args *args, const regard_gradients *gradients);
+REGARD_API int32_t regard_multiply(const regard_product *args, const regard_factor *factors);
 REGARD_API int32_t regard_best_isa(void);
 REGARD_API int32_t regard_has_isa(int32_t isa);
 REGARD_API uint64_t regard_args_size(void);
 REGARD_API uint64_t regard_gradients_size(void);
+REGARD_API uint64_t regard_product_size(void);
 }

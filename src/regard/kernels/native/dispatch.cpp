@@ -9,6 +9,7 @@
     namespace regard_##name {                                                                                          \
         void attention(const regard_args &);                                                                           \
         void backward(const regard_args &, const regard_gradients &);                                                  \
+        void product(const regard_product &, const regard_factor *);                                                   \
     }
 DECLARE(portable)
 DECLARE(avx2)
@@ -22,7 +23,10 @@ struct Build {
     bool here;  // whether the CPU supports it
     void (*attention)(const regard_args &);
     void (*backward)(const regard_args &, const regard_gradients &);
+    void (*product)(const regard_product &, const regard_factor *);
 };
+
+#define BUILD(here, name) {here, regard_##name::attention, regard_##name::backward, regard_##name::product}
 
 Build build_of(int32_t isa) {
 // (REGARD_HAS_...: the instruction sets it was compiled for. A compiler that supports one supports those before it.)
@@ -31,14 +35,14 @@ Build build_of(int32_t isa) {
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-    if (isa == REGARD_AVX2) return {avx2, regard_avx2::attention, regard_avx2::backward};
-    if (isa == REGARD_AVX512) return {avx512, regard_avx512::attention, regard_avx512::backward};
+    if (isa == REGARD_AVX2) return BUILD(avx2, avx2);
+    if (isa == REGARD_AVX512) return BUILD(avx512, avx512);
 #if defined(REGARD_HAS_AVX512_BF16)
     const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
-    if (isa == REGARD_AVX512_BF16) return {bf16, regard_avx512_bf16::attention, regard_avx512_bf16::backward};
+    if (isa == REGARD_AVX512_BF16) return BUILD(bf16, avx512_bf16);
 #endif
 #endif
-    return {isa == REGARD_PORTABLE, regard_portable::attention, regard_portable::backward};
+    return BUILD(isa == REGARD_PORTABLE, portable);
 }
 
 // Whether the segments make up all keys.
@@ -67,13 +71,24 @@ bool complete(const regard_args &a, const regard_gradients &g) {
     return a.dtype == REGARD_FLOAT32 && !a.segments && (nothing || (a.out && a.lse && g.d_out));
 }
 
-// The same call with fewer threads if there is little to do: waking a thread takes microseconds.
-regard_args with_busy_threads(const regard_args &a) {
+// Fewer threads if there is little to do: waking a thread takes microseconds.
+int32_t busy_threads(double products, int32_t threads) {
     constexpr int64_t WORTH_WAKING = 1 << 18;  // products: a few microseconds
-    const double products = (double)a.batch * a.heads * a.queries * a.keys * (a.width + a.value_width);
+    return products < (double)WORTH_WAKING * threads ? 1 + (int32_t)(products / WORTH_WAKING) : threads;
+}
+regard_args with_busy_threads(const regard_args &a) {
     regard_args b = a;
-    if (products < (double)WORTH_WAKING * a.threads) b.threads = 1 + (int32_t)(products / WORTH_WAKING);
+    b.threads = busy_threads((double)a.batch * a.heads * a.queries * a.keys * (a.width + a.value_width), a.threads);
     return b;
+}
+
+bool good_product(const regard_product &a, const regard_factor *factors) {
+    if (a.rows < 0 || a.width < 1 || a.factors < 0 || a.threads < 1 || (a.factors && !factors)) return false;
+    if (a.dtype < REGARD_FLOAT32 || a.dtype > REGARD_FLOAT16) return false;
+    if (a.after < REGARD_NOTHING || a.after > REGARD_TIMES) return false;
+    for (int64_t i = 0; i < a.factors; i++)
+        if (factors[i].outs < 0 || !factors[i].other != (a.after < REGARD_ADD)) return false;
+    return true;
 }
 
 // f(build); exceptions become a status, since the caller is C.
@@ -121,4 +136,16 @@ extern "C" int32_t regard_attention_backward(const regard_args *args, const rega
     if (!gradients || gradients->size != sizeof(regard_gradients)) return REGARD_BAD_SIZE;
     if (!good_shape(*args) || !complete(*args, *gradients)) return REGARD_BAD_SHAPE;
     return run(args->isa, [&](const Build &build) { build.backward(with_busy_threads(*args), *gradients); });
+}
+
+extern "C" uint64_t regard_product_size(void) { return sizeof(regard_product); }
+
+extern "C" int32_t regard_multiply(const regard_product *args, const regard_factor *factors) {
+    if (!args || args->size != sizeof(regard_product)) return REGARD_BAD_SIZE;
+    if (!good_product(*args, factors)) return REGARD_BAD_SHAPE;
+    regard_product a = *args;
+    int64_t outs = 0;
+    for (int64_t i = 0; i < a.factors; i++) outs += factors[i].outs;
+    a.threads = busy_threads((double)a.rows * a.width * outs, a.threads);
+    return run(a.isa, [&](const Build &build) { build.product(a, factors); });
 }

@@ -4,8 +4,9 @@
 
 namespace REGARD_NAMESPACE {
 
-// to[x][lane] = from[lane][x] for `rows` lanes and `width` numbers; the lanes from `rows` to `lanes` become 0.
-template <class T>
+// to[x][lane] = from[lane][x] for `rows` lanes and `width` numbers; the lanes from `rows` to `lanes` become 0. Numbers
+// of one lane are `Stride` apart.
+template <int Stride = LANES, class T>
 void rows_to_lanes(const T *from, int64_t stride, int64_t rows, int lanes, int64_t width, float *to) {
     for (int lane = 0; lane < lanes; lane += W) {
         const int64_t here = rows - lane < W ? (rows > lane ? rows - lane : 0) : W;
@@ -22,10 +23,10 @@ void rows_to_lanes(const T *from, int64_t stride, int64_t rows, int lanes, int64
             }
             transpose(block);
 #pragma GCC unroll 16
-            for (int i = 0; i < W; i++) store(to + (x + i) * LANES + lane, block[i]);
+            for (int i = 0; i < W; i++) store(to + (x + i) * Stride + lane, block[i]);
         }
         for (; x < width; x++) {
-            for (int i = 0; i < W; i++) to[x * LANES + lane + i] = i < here ? widened(p[i * stride + x]) : 0.0f;
+            for (int i = 0; i < W; i++) to[x * Stride + lane + i] = i < here ? widened(p[i * stride + x]) : 0.0f;
         }
     }
 }

@@ -136,6 +136,17 @@ inline I paired(F first, F second) {
 }
 #endif
 
+// to = row * scale
+inline void copy_row(const float *from, int64_t width, float *to, float = 1.0f) {
+    std::memcpy(to, from, (size_t)width * sizeof *to);
+}
+template <class T>
+void copy_row(const T *from, int64_t width, float *to, float scale = 1.0f) {
+    int64_t x = 0;
+    for (; x + W <= width; x += W) store(to + x, load(from + x) * scale);
+    for (; x < width; x++) to[x] = widened(from[x]) * scale;
+}
+
 // f(T{}) with the type of `dtype`.
 template <class Function>
 inline void with_dtype(int32_t dtype, Function f) {

@@ -54,15 +54,4 @@ void with_dtypes(const regard_args &a, Function f) {
     with_dtype(a.dtype, [&](auto number) { is_int8(a) ? f(number, Int8{}) : f(number, number); });
 }
 
-// to = row * scale
-inline void copy_row(const float *from, int64_t width, float *to, float = 1.0f) {
-    std::memcpy(to, from, (size_t)width * sizeof *to);
-}
-template <class T>
-void copy_row(const T *from, int64_t width, float *to, float scale = 1.0f) {
-    int64_t x = 0;
-    for (; x + W <= width; x += W) store(to + x, load(from + x) * scale);
-    for (; x < width; x++) to[x] = widened(from[x]) * scale;
-}
-
 }  // namespace REGARD_NAMESPACE

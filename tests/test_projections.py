@@ -26,24 +26,41 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import regard.onednn
+import regard.projections
+from regard.kernels import native_library, native_products
 from regard.models.config import ModelConfig
 from regard.models.decoder import Decoder
 from regard.models.generation import Rules, tokens
-from regard.onednn import ACTIVATIONS, packed, project, project_each
+from regard.onednn import packed
+from regard.projections import ACTIVATIONS, project, project_each
 
 IN, OUT, ROWS = 59, 53, 101  # of a product that is worthwhile
 FOLLOWERS = [None, *ACTIVATIONS, "add", "times"]
 FLOAT = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-assert IN * OUT * ROWS > regard.onednn._WORTHWHILE
+assert IN * OUT * ROWS > regard.projections._WORTHWHILE
 every_follower = pytest.mark.parametrize("follower", FOLLOWERS)
 every_dtype = pytest.mark.parametrize("dtype", FLOAT)
-needs_onednn = pytest.mark.skipif(torch.float32 not in regard.onednn._dtypes(), reason="a torch without oneDNN")
+needs_onednn = pytest.mark.skipif(torch.float32 not in regard.onednn.dtypes(), reason="a torch without oneDNN")
 
 
-@pytest.fixture(autouse=True)
-def slow_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is for oneDNN on some CPUs is tested on all."""
-    monkeypatch.setattr(regard.onednn, "_mkl_is_fast", lambda: False)
+OURS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+no_library = pytest.mark.skipif(native_library.load() is None, reason="the native kernel is not there")
+
+
+@pytest.fixture(autouse=True, params=["onednn", pytest.param("ours", marks=no_library)])
+def who(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Who multiplies: what is one's on some CPUs is tested on all."""
+    monkeypatch.setattr(regard.projections, "_mkl_is_fast", lambda: False)
+    for module in (regard.onednn, native_products):
+        monkeypatch.setattr(module, "serves", lambda dtype: request.param == "ours" and dtype in OURS)
+    return request.param
+
+
+@pytest.fixture
+def onednn(who: str) -> None:
+    """A test of what concerns oneDNN alone."""
+    if who != "onednn":
+        pytest.skip("of oneDNN alone")
 
 
 def new(width: int = IN, out: int = OUT, *, bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
@@ -93,17 +110,18 @@ def close(linear: nn.Module, x: Tensor) -> bool:
 
 
 @pytest.fixture
-def fast(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each call of `project` so far, whether oneDNN did it."""
+def fast(who: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For each call of `project` so far, whether oneDNN or our own library did it."""
     taken: list[bool] = []
-    ask = regard.onednn._weight_for_onednn
+    name = "_is_native" if who == "ours" else "_weight_for_onednn"
+    ask = getattr(regard.projections, name)
 
-    def asked(*arguments: Any) -> Tensor | None:
-        weight = ask(*arguments)
-        taken.append(weight is not None)
-        return weight
+    def asked(*arguments: Any) -> Any:
+        answer = ask(*arguments)
+        taken.append(answer is not None and answer is not False)
+        return answer
 
-    monkeypatch.setattr(regard.onednn, "_weight_for_onednn", asked)
+    monkeypatch.setattr(regard.projections, name, asked)
     return taken
 
 
@@ -122,6 +140,7 @@ def test_the_error_is_at_most_twice_that_of_torch(follower: str | None, dtype: t
             check(linear, x, follower, other)
 
 
+@pytest.mark.usefixtures("onednn")
 @needs_onednn
 @torch.no_grad()
 def test_large_plain_products_are_onednns_and_small_ones_torchs(fast: list[bool]) -> None:
@@ -133,10 +152,11 @@ def test_large_plain_products_are_onednns_and_small_ones_torchs(fast: list[bool]
     assert fast == [True, False, True]
 
 
+@pytest.mark.usefixtures("onednn")
 @needs_onednn
 @torch.no_grad()
 def test_where_mkl_is_fast_products_in_float32_are_its_own(fast: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regard.onednn, "_mkl_is_fast", lambda: True)
+    monkeypatch.setattr(regard.projections, "_mkl_is_fast", lambda: True)
     linear = new()
     project(linear, rows())
     with packed([linear]):
@@ -181,19 +201,19 @@ def inputs(draw: st.DrawFn) -> tuple[nn.Linear, Tensor, str | None, Tensor | Non
 def test_any_shape_and_stride(
     given: tuple[nn.Linear, Tensor, str | None, Tensor | None], all: bool, pack: bool
 ) -> None:
-    worthwhile = regard.onednn._WORTHWHILE
-    regard.onednn._WORTHWHILE = 0 if all else worthwhile
+    worthwhile = regard.projections._WORTHWHILE
+    regard.projections._WORTHWHILE = 0 if all else worthwhile
     try:
         with packed([given[0]] if pack else []):
             check(*given)
     finally:
-        regard.onednn._WORTHWHILE = worthwhile
+        regard.projections._WORTHWHILE = worthwhile
 
 
 @pytest.mark.parametrize("count", [-1, 0, 1])
 @torch.no_grad()
 def test_sizes_around_the_threshold(count: int) -> None:
-    check(new(64, 64), rows(regard.onednn._WORTHWHILE // 64**2 + count, 64))
+    check(new(64, 64), rows(regard.projections._WORTHWHILE // 64**2 + count, 64))
 
 
 @pytest.mark.parametrize("width, out", [(0, 5), (5, 0), (0, 0)])
@@ -648,6 +668,7 @@ def test_flops_are_counted() -> None:
     assert counter.get_total_flops() == 2 * IN * OUT * ROWS
 
 
+@pytest.mark.usefixtures("onednn")
 @pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN:UserWarning")
 @torch.no_grad()
 def test_onednn_switched_off_is_off(fast: list[bool]) -> None:
@@ -836,6 +857,7 @@ def test_a_change_is_in_the_next_copies(name: str) -> None:
         assert close(linear, x)
 
 
+@pytest.mark.usefixtures("onednn")
 @pytest.mark.xfail(reason="torch counts no version for its fused optimisers, so nobody can notice within", strict=True)
 @torch.no_grad()
 def test_a_fused_step_within_is_noticed() -> None:
@@ -919,6 +941,7 @@ def test_one_row_of_a_wider_matrix() -> None:
 # Packed: who holds what
 
 
+@pytest.mark.usefixtures("onednn")
 @needs_onednn
 @torch.no_grad()
 def test_copies_are_used_within_alone(fast: list[bool]) -> None:
@@ -935,6 +958,7 @@ def test_copies_are_used_within_alone(fast: list[bool]) -> None:
     assert fast == [True, True, True, False, False]
 
 
+@pytest.mark.usefixtures("onednn")
 @needs_onednn
 @torch.no_grad()
 def test_no_copies_beyond_an_eighth_of_the_memory(monkeypatch: pytest.MonkeyPatch, fast: list[bool]) -> None:
@@ -954,6 +978,7 @@ def test_inference_tensors_are_not_copied() -> None:
             assert not regard.onednn._ACTIVE.stack[-1]
 
 
+@pytest.mark.usefixtures("onednn")
 @needs_onednn
 def test_copies_made_in_inference_mode_serve_outside_of_it(fast: list[bool]) -> None:
     linear, scale = new().requires_grad_(False), nn.Parameter(torch.ones(OUT))
@@ -966,6 +991,7 @@ def test_copies_made_in_inference_mode_serve_outside_of_it(fast: list[bool]) -> 
     torch.testing.assert_close(scale.grad, linear(rows(3, IN)).sum(0))
 
 
+@pytest.mark.usefixtures("onednn")
 @needs_onednn
 @torch.no_grad()
 def test_copies_are_the_thread_s_that_entered(fast: list[bool]) -> None:
@@ -978,6 +1004,7 @@ def test_copies_are_the_thread_s_that_entered(fast: list[bool]) -> None:
     assert fast == [False, True]
 
 
+@pytest.mark.usefixtures("onednn")
 @needs_onednn
 @torch.no_grad()
 def test_copies_go_with_the_scope_and_hold_the_module_no_longer() -> None:
@@ -1051,11 +1078,12 @@ def test_each_is_as_alone(shape: tuple[int, ...], bias: bool, dtype: torch.dtype
             torch.testing.assert_close(out, linear(x), **tolerance)
 
 
+@pytest.mark.usefixtures("onednn")
 def test_packed_together_is_one_product() -> None:
     linears, x = several(), torch.randn(3, 67)
     with torch.no_grad(), packed([linears]):
         outs = project_each(linears, x)
-        if torch.float32 in regard.onednn._dtypes():
+        if torch.float32 in regard.onednn.dtypes():
             assert outs[0].untyped_storage().data_ptr() == outs[2].untyped_storage().data_ptr()
 
 

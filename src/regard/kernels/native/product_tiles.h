@@ -1,0 +1,103 @@
+// The products of projections, in registers: rows of a weight, as they lie in memory, times a few rows of x.
+#pragma once
+#include <algorithm>
+
+#include "micro.h"
+
+namespace REGARD_NAMESPACE {
+
+constexpr int STRIP = VECTORS * W;  // rows of x that lie along the lanes
+constexpr int64_t DEPTH = 256;  // numbers of their width that stay in the L1 cache; long sums are made of such pieces
+
+// R rows of the weight against NV vectors of a strip, over part of the width. With `Fetch` the next R rows of the
+// weight are fetched meanwhile.
+template <int R, int NV, bool Fetch>
+void product_tile(const float *w, int64_t stride, const float *x, int64_t width, bool add, float *to) {
+    F sum[R][NV] = {};
+    const int64_t line = Fetch ? 16 : width;
+    for (int64_t begin = 0; begin < width; begin += line) {
+        if constexpr (Fetch)
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) __builtin_prefetch(w + (R + r) * stride + begin);
+        const int64_t end = std::min(begin + line, width);
+        for (int64_t d = begin; d < end; d++) {
+            F y[NV];
+#pragma GCC unroll 16
+            for (int v = 0; v < NV; v++) y[v] = load(x + d * STRIP + v * W);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) {
+                const F z = broadcast(w[r * stride + d]);
+#pragma GCC unroll 16
+                for (int v = 0; v < NV; v++) sum[r][v] += z * y[v];
+            }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+#pragma GCC unroll 16
+        for (int v = 0; v < NV; v++) {
+            float *at = to + r * STRIP + v * W;
+            store(at, add ? load(at) + sum[r][v] : sum[r][v]);
+        }
+    }
+}
+
+using ProductTile = decltype(&product_tile<1, 1, false>);
+template <int NV, bool Fetch, int... r>
+constexpr std::array<ProductTile, MOST_ROWS> product_tiles(std::integer_sequence<int, r...>) {
+    return {(r < rows_of(NV) ? &product_tile<(r < rows_of(NV) ? r + 1 : 1), NV, Fetch> : nullptr)...};
+}
+
+// to[n][lane] = w[n] . x[lane], for NV vectors of lanes of a strip.
+template <int NV, bool Fetch>
+void times_strip(const float *w, int64_t stride, int64_t outs, const float *x, int64_t width, float *to) {
+    static constexpr auto tiles = product_tiles<NV, Fetch>(std::make_integer_sequence<int, MOST_ROWS>{});
+    const int64_t pieces = (width + DEPTH - 1) / DEPTH;
+    int64_t d = 0;
+    for (int64_t i = 0; i < pieces; i++) {
+        const int64_t end = width * (i + 1) / pieces;
+        for (int64_t n = 0, some; n < outs; n += some) {
+            some = next_rows(outs - n, rows_of(NV));
+            tiles[some - 1](w + n * stride + d, stride, x + d * STRIP, end - d, i > 0, to + n * STRIP);
+        }
+        d = end;
+    }
+}
+
+// to[n][m] = w[n] . x[m] for M rows of x, W / M rows of the weight at a time.
+template <int M, class T>
+void dots(const T *w, int64_t stride, int64_t outs, const float *x, int64_t width, float *to) {
+    constexpr int R = W / M;
+    for (int64_t n = 0; n < outs; n += R) {
+        const T *row[R];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) row[r] = w + std::min(n + r, outs - 1) * stride;
+        F sum[W] = {};
+        const auto add = [&](int64_t d, auto load_it) {
+            F y[M];
+#pragma GCC unroll 16
+            for (int m = 0; m < M; m++) y[m] = load_it(x + m * width + d);
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) {
+                const F z = load_it(row[r] + d);
+#pragma GCC unroll 16
+                for (int m = 0; m < M; m++) sum[r * M + m] += z * y[m];
+            }
+        };
+        int64_t d = 0;
+        constexpr int64_t LINE = 64 / (int64_t)sizeof(T);  // numbers
+        for (; d + LINE <= width; d += LINE) {
+#pragma GCC unroll 16
+            for (int r = 0; r < R; r++) __builtin_prefetch(row[r] + R * stride + d);
+#pragma GCC unroll 8
+            for (int64_t i = 0; i < LINE; i += W) add(d + i, [](auto *p) { return load(p); });
+        }
+        for (; d + W <= width; d += W) add(d, [](auto *p) { return load(p); });
+        if (d < width) add(d, [&](auto *p) { return load_some(p, width - d); });
+        const F all = sums(sum);
+        for (int r = 0; r < R && n + r < outs; r++)
+            for (int m = 0; m < M; m++) to[(n + r) * STRIP + m] = all[r * M + m];
+    }
+}
+
+}  // namespace REGARD_NAMESPACE

@@ -1,0 +1,95 @@
+"""Projections by the native library: x times one or more weights that share it, and what follows.
+
+`native/products.h` computes them, on weights as they lie in memory. It knows nothing of gradients, hooks or modes:
+`regard.projections` decides where it may be used.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from regard.kernels import native_library
+from regard.kernels.native_library import FACTOR, PRODUCT
+
+__all__ = ["AFTER", "multiply", "serves"]
+
+# As `regard_after`.
+AFTER = {
+    name: i for i, name in enumerate(("gelu", "gelu_tanh", "quick_gelu", "relu", "silu", "tanh", "add", "times"), 1)
+}
+
+
+@functools.cache
+def serves(dtype: torch.dtype) -> bool:
+    """Whether our products are the fastest of this machine: where torch's libraries have no instructions of their own
+    for a dtype. On CPUs with AVX-512 they have for float32 and bfloat16."""
+    library = native_library.load()
+    if library is None or "portable" in (library.best, native_library.INSTRUCTION_SETS[native_library.isa()]):
+        return False
+    if dtype is torch.float32:
+        return torch.backends.cpu.get_cpu_capability() != "AVX512"
+    supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    ask = getattr(torch.ops.mkldnn, supported[dtype], None) if dtype in supported else None
+    return ask is not None and not ask()
+
+
+def multiply(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    after: str | None = None,
+    other: Tensor | None = None,
+) -> list[Tensor]:
+    """after(x weight^T + bias) for each weight.
+
+    Args:
+        x: (rows, in), on the CPU.
+        weights, biases: (out, in) and (out), of the dtype of x; rows of a weight may be apart.
+        after: one of `AFTER`.
+        other: (rows, out) of the only weight, what is added or multiplied.
+    """
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if other is not None and other.stride(1) != 1:
+        other = other.contiguous()
+    rows, width = x.shape
+    outs: list[Tensor] = []
+    factors: list[bytes] = []
+    for weight, bias in zip(weights, biases, strict=True):
+        count = weight.shape[0]
+        out = x.new_empty((rows, count))
+        outs.append(out)
+        factors.append(
+            FACTOR.pack(
+                weight.data_ptr(),
+                0 if bias is None else bias.data_ptr(),
+                out.data_ptr(),
+                0 if other is None else other.data_ptr(),
+                count,
+                weight.stride(0),
+                count,
+                0 if other is None else other.stride(0),
+            )
+        )
+    library = native_library.load()
+    assert library is not None, "asked only where `serves`"
+    library.multiply(
+        PRODUCT.pack(
+            PRODUCT.size,
+            native_library.isa(),
+            torch.get_num_threads(),
+            native_library.DTYPES[x.dtype],
+            0 if after is None else AFTER[after],
+            rows,
+            width,
+            len(factors),
+            x.data_ptr(),
+            x.stride(0),
+        ),
+        b"".join(factors),
+    )
+    return outs

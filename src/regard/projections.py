@@ -1,0 +1,295 @@
+"""Projections: `project(linear, x)` is `linear(x)`, to rounding, with what follows it.
+
+On CPU, torch gives products to MKL, one operation at a time. Where nothing can tell the difference (no gradient, hook,
+compiler or mode; a plain `nn.Linear`), a faster library computes the same here, together with what follows: our own on
+CPUs without AVX-512 (`kernels/native_products.py`), oneDNN on the others::
+
+    project(linear, x)                      linear(x)
+    project(linear, x, activation="gelu")   gelu(linear(x))
+    project(linear, x, add=y)               linear(x) + y
+    project(linear, x, times=y)             linear(x) * y
+    project_each((a, b), x)                 a(x), b(x)
+
+Everywhere else it is just these formulas in torch. The weights are used where they are: nothing is copied, except by
+`regard.onednn.packed`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
+
+from regard import onednn
+from regard.errors import bad_value
+from regard.kernels import native_products
+from regard.kernels.precision import mixed_precision
+from regard.onednn import PLAIN, active_copy, is_plain
+from regard.tracing import has_foreign_function_mode, in_torch_func
+
+__all__ = ["ACTIVATIONS", "project", "project_each"]
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": _quick_gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
+
+# What oneDNN calls those that it does together with a product: attribute and algorithm. (Not relu: its relu(NaN) is 0.)
+_ONEDNN = {
+    None: ("none", ""),
+    "gelu": ("gelu", "none"),
+    "gelu_tanh": ("gelu", "tanh"),
+    "silu": ("swish", ""),
+    "tanh": ("tanh", ""),
+}
+# Below so many multiply-adds torch is as fast or faster; oneDNN also with few rows for a weight that is not large.
+_WORTHWHILE = 1 << 18
+_FEW_ROWS, _LARGE, _VERY_LARGE = 32, 1 << 20, 1 << 21
+
+
+def project(
+    linear: nn.Module,
+    x: Tensor,
+    *,
+    activation: str | None = None,
+    add: Tensor | None = None,
+    times: Tensor | None = None,
+) -> Tensor:
+    """`linear(x)`, then one of: an activation by name, a sum with `add`, a product with `times`.
+
+    Args:
+        linear: an `nn.Linear`, or any module that stands for one (a quantised one, one with adapters).
+        x: (..., in).
+        activation: one of `ACTIVATIONS`.
+        add, times: (..., out).
+
+    >>> linear, x = nn.Linear(3, 5), torch.randn(2, 3)
+    >>> torch.allclose(project(linear, x, activation="relu"), linear(x).relu(), atol=1e-6)
+    True
+    """
+    other = add if times is None else times
+    assert other is None or (activation is None and (add is None or times is None)), "one thing may follow"
+    if _is_native((linear,), x, other):
+        after = activation if other is None else "add" if times is None else "times"
+        if after is None or after in native_products.AFTER:
+            return _multiply((linear,), x, after, other)[0]
+    weight = _weight_for_onednn(linear, x, other)
+    if weight is not None:
+        return _by_onednn(weight, linear._parameters["bias"], x, activation, add, times)
+    out = linear(x)
+    if activation is not None:
+        return _named(activation)(out)
+    return out + add if add is not None else out * times if times is not None else out
+
+
+def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...]:
+    """`linear(x)` for each of them: one product by our own library, or where they were `packed` together.
+
+    >>> a, b, x = nn.Linear(3, 5), nn.Linear(3, 7), torch.randn(2, 3)
+    >>> [out.shape[-1] for out in project_each((a, b), x)]
+    [5, 7]
+    """
+    if _is_native(linears, x):
+        return tuple(_multiply(linears, x))
+    copy = None if torch.compiler.is_compiling() else active_copy(linears)
+    if copy is None or not _is_plain_group(linears, x, copy):
+        return tuple([project(linear, x) for linear in linears])
+    biases = [linear._parameters["bias"] for linear in linears]
+    out = torch.ops.mkldnn._linear_pointwise.default(
+        _rows(x),
+        copy.packed,
+        None if biases[0] is None else torch.cat(biases),  # type: ignore[arg-type]
+        "none",
+        [],
+        "",
+    )
+    return _with_axes(out, x).split_with_sizes(copy.rows, -1)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _with_axes(out: Tensor, x: Tensor) -> Tensor:
+    """Rows (..., out) with the axes of x. Not a view for autograd, which would refuse that someone writes to it; in
+    inference mode there is none, and a view takes half the time."""
+    if x.dim() == 2:
+        return out
+    shape = (*x.shape[:-1], out.shape[-1])
+    return out.view(shape) if torch.is_inference_mode_enabled() else torch.ops.aten._unsafe_view.default(out, shape)
+
+
+def _named(activation: str) -> Callable[[Tensor], Tensor]:
+    try:
+        return ACTIVATIONS[activation]
+    except KeyError:
+        raise bad_value("activation", expected=f"one of {', '.join(ACTIVATIONS)}", received=repr(activation)) from None
+
+
+# ----------------------------------------------------------------------------------------------------
+# Our own products
+
+
+def _is_native(linears: tuple[nn.Module, ...], x: Tensor, other: Tensor | None = None) -> bool:
+    """Whether our own library may multiply x by these weights, and it is worthwhile. Runs before every product: the
+    cheapest checks come first."""
+    if type(x) not in PLAIN or torch.compiler.is_compiling() or not native_products.serves(x.dtype):
+        return False
+    if torch._C._is_tracing() or has_foreign_function_mode():
+        return False
+    outs = 0
+    for linear in linears:
+        if type(linear) is not nn.Linear:
+            return False
+        outs += linear.out_features
+    work = x.numel() * outs
+    if not work or work < _WORTHWHILE or _is_observed() or x.is_neg() or (other is not None and other.is_neg()):
+        return False
+    for linear in linears:
+        weight, bias = _weight_if_plain(linear, x, other), linear._parameters.get("bias")
+        if weight is None or weight.stride(1) != 1 or weight.is_neg() or not weight.data_ptr():
+            return False
+        if bias is not None and (bias.is_neg() or not bias.data_ptr()):
+            return False
+    return True
+
+
+def _multiply(
+    linears: tuple[nn.Module, ...], x: Tensor, after: str | None = None, other: Tensor | None = None
+) -> list[Tensor]:
+    weights = [linear._parameters["weight"] for linear in linears]
+    biases = [linear._parameters["bias"] for linear in linears]
+    outs = native_products.multiply(_rows(x), weights, biases, after, None if other is None else _rows(other))  # type: ignore[arg-type]
+    return [_with_axes(out, x) for out in outs]
+
+
+# ----------------------------------------------------------------------------------------------------
+# oneDNN's
+
+
+def _by_onednn(
+    weight: Tensor, bias: Tensor | None, x: Tensor, activation: str | None, add: Tensor | None, times: Tensor | None
+) -> Tensor:
+    product, other = torch.ops.mkldnn._linear_pointwise, add if times is None else times
+    if other is not None:
+        out = product.binary(_rows(x), _rows(other), weight, bias, "mul" if add is None else "add")
+    else:
+        attribute, algorithm = _ONEDNN.get(activation, _ONEDNN[None])
+        out = product.default(_rows(x), weight, bias, attribute, [], algorithm)
+    out = _with_axes(out, x)
+    return out if activation is None or activation in _ONEDNN else _named(activation)(out)
+
+
+def _is_plain_group(linears: tuple[nn.Module, ...], x: Tensor, copy: onednn.Copy) -> bool:
+    """Whether oneDNN may multiply x by the weights of all of them at once, from their copy."""
+    if type(x) not in PLAIN or not x.numel() or not torch._C._get_mkldnn_enabled() or _is_observed():
+        return False
+    weights = [_weight_if_plain(linear, x, None) for linear in linears]
+    without_bias = {linear._parameters.get("bias") is None for linear in linears}
+    return len(without_bias) == 1 and copy.is_of(weights)
+
+
+def _weight_for_onednn(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:
+    """The weight to multiply by where oneDNN may do it and it is worthwhile; else None. Runs before every product: the
+    cheapest checks come first."""
+    if type(linear) is not nn.Linear or type(x) not in PLAIN or torch.compiler.is_compiling():
+        return None
+    if x.dtype not in onednn.dtypes() or not torch._C._get_mkldnn_enabled():
+        return None
+    if torch._C._is_tracing() or has_foreign_function_mode():
+        return None
+    copy = active_copy((linear,))
+    if copy is None and _is_for_mkl(x, linear.out_features, linear.in_features):  # most products are
+        return None
+    weight = None if _is_observed() else _weight_if_plain(linear, x, other)
+    if weight is None:
+        return None
+    if copy is not None and copy.is_of([weight]):
+        return copy.packed if x.numel() else None
+    return None if _is_for_mkl(x, *weight.shape) or not weight.is_contiguous() else weight
+
+
+def _is_for_mkl(x: Tensor, wide: int, deep: int) -> bool:
+    """Whether MKL is as fast for the product of x with a weight (wide, deep)."""
+    numbers = x.numel()
+    if numbers * wide < _WORTHWHILE or (wide * deep < _LARGE and numbers < _FEW_ROWS * deep):
+        return True
+    few = wide * deep >= _VERY_LARGE and numbers <= 2 * _FEW_ROWS * deep
+    return x.dtype is torch.float32 and not few and _mkl_is_fast()
+
+
+@functools.cache
+def _mkl_is_fast() -> bool:
+    """Whether MKL has the widest instructions of this CPU in float32: it has none of AVX-512 on some."""
+    return torch.backends.mkl.is_available() and torch.backends.cpu.get_cpu_capability() != "AVX512"
+
+
+# ----------------------------------------------------------------------------------------------------
+# What must not be noticed
+
+
+def _weight_if_plain(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:
+    """The weight if module and tensors are plain (no hooks, subclasses, gradients): another library may use it."""
+    if (
+        type(linear) is not nn.Linear
+        or linear._forward_hooks
+        or linear._forward_pre_hooks
+        or linear._backward_hooks
+        or linear._backward_pre_hooks
+        or "forward" in linear.__dict__
+    ):
+        return None
+    parameters = linear._parameters
+    if "weight" not in parameters or "bias" not in parameters:  # plain tensors may stand in their place
+        return None
+    weight, bias = parameters["weight"], parameters["bias"]
+    if weight is None or type(weight) not in PLAIN:
+        return None
+    dtype, grad = weight.dtype, torch.is_grad_enabled()
+    if not (is_plain(x, dtype, grad) and is_plain(weight, dtype, grad)):
+        return None
+    if bias is not None and not (is_plain(bias, dtype, grad) and bias.dim() == 1 and bias.is_contiguous()):
+        return None
+    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        return None
+    out = weight.shape[0]
+    if bias is not None and bias.shape[0] != out:
+        return None
+    if other is not None and not (is_plain(other, dtype, grad) and other.shape == (*x.shape[:-1], out)):
+        return None
+    return weight
+
+
+def _is_observed() -> bool:
+    """Whether a compiler, tracer, mode, global hook, mixed precision, torch.func or forward gradient must see the call
+    of the module; or `nn.Linear` is patched."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or nn.Linear.forward is not _FORWARD
+        or nn.Linear.__call__ is not _CALL
+        or F.linear is not _F_LINEAR
+        or torch_module._has_any_global_hook()
+        or has_foreign_function_mode()
+        or torch._C._len_torch_dispatch_stack()
+        or in_torch_func()
+        or forward_ad._current_level >= 0
+        or mixed_precision("cpu")
+    )
+
+
+_FORWARD, _CALL, _F_LINEAR = nn.Linear.forward, nn.Linear.__call__, F.linear

@@ -173,8 +173,7 @@ def _multiply(
 ) -> list[Tensor]:
     weights = [linear._parameters["weight"] for linear in linears]
     biases = [linear._parameters["bias"] for linear in linears]
-    outs = native_products.multiply(_rows(x), weights, biases, after, None if other is None else _rows(other))  # type: ignore[arg-type]
-    return [_with_axes(out, x) for out in outs]
+    return native_products.multiply(x, weights, biases, after, other)  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -44,36 +44,35 @@ def multiply(
     after: str | None = None,
     other: Tensor | None = None,
 ) -> list[Tensor]:
-    """after(x weight^T + bias) for each weight.
+    """after(x weight^T + bias) for each weight, each (..., out).
 
     Args:
-        x: (rows, in), on the CPU.
+        x: (..., in), on the CPU.
         weights, biases: (out, in) and (out), of the dtype of x; rows of a weight may be apart.
         after: one of `AFTER`.
-        other: (rows, out) of the only weight, what is added or multiplied.
+        other: (..., out) of the only weight, what is added or multiplied.
     """
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    if other is not None and other.stride(1) != 1:
-        other = other.contiguous()
-    rows, width = x.shape
+    x, x_stride = _rows(x)
+    other_pointer = other_stride = 0
+    if other is not None:
+        other, other_stride = _rows(other)
+        other_pointer = other.data_ptr()
+    before, width = x.shape[:-1], x.shape[-1]
     outs: list[Tensor] = []
-    factors: list[bytes] = []
+    factors = b""
     for weight, bias in zip(weights, biases, strict=True):
         count = weight.shape[0]
-        out = x.new_empty((rows, count))
+        out = x.new_empty((*before, count))
         outs.append(out)
-        factors.append(
-            FACTOR.pack(
-                weight.data_ptr(),
-                0 if bias is None else bias.data_ptr(),
-                out.data_ptr(),
-                0 if other is None else other.data_ptr(),
-                count,
-                weight.stride(0),
-                count,
-                0 if other is None else other.stride(0),
-            )
+        factors += FACTOR.pack(
+            weight.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            other_pointer,
+            count,
+            weight.stride(0),
+            count,
+            other_stride,
         )
     library = native_library.load()
     assert library is not None, "asked only where `serves`"
@@ -84,12 +83,21 @@ def multiply(
             torch.get_num_threads(),
             native_library.DTYPES[x.dtype],
             0 if after is None else AFTER[after],
-            rows,
+            x.numel() // width,
             width,
-            len(factors),
+            len(outs),
             x.data_ptr(),
-            x.stride(0),
+            x_stride,
         ),
-        b"".join(factors),
+        factors,
     )
     return outs
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int]:
+    """x such that its last axis is contiguous and its rows are equally far apart, and how far."""
+    if x.is_contiguous():
+        return x, x.shape[-1]
+    if x.dim() == 2 and x.stride(1) == 1:
+        return x, x.stride(0)
+    return x.contiguous(), x.shape[-1]

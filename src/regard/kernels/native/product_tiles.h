@@ -48,19 +48,13 @@ constexpr std::array<ProductTile, MOST_ROWS> product_tiles(std::integer_sequence
     return {(r < rows_of(NV) ? &product_tile<(r < rows_of(NV) ? r + 1 : 1), NV, Fetch> : nullptr)...};
 }
 
-// to[n][lane] = w[n] . x[lane], for NV vectors of lanes of a strip.
+// to[n][lane] = w[n] . x[lane], or added to it, for NV vectors of lanes of a strip.
 template <int NV, bool Fetch>
-void times_strip(const float *w, int64_t stride, int64_t outs, const float *x, int64_t width, float *to) {
+void times_strip(const float *w, int64_t stride, int64_t outs, const float *x, int64_t width, bool add, float *to) {
     static constexpr auto tiles = product_tiles<NV, Fetch>(std::make_integer_sequence<int, MOST_ROWS>{});
-    const int64_t pieces = (width + DEPTH - 1) / DEPTH;
-    int64_t d = 0;
-    for (int64_t i = 0; i < pieces; i++) {
-        const int64_t end = width * (i + 1) / pieces;
-        for (int64_t n = 0, some; n < outs; n += some) {
-            some = next_rows(outs - n, rows_of(NV));
-            tiles[some - 1](w + n * stride + d, stride, x + d * STRIP, end - d, i > 0, to + n * STRIP);
-        }
-        d = end;
+    for (int64_t n = 0, some; n < outs; n += some) {
+        some = next_rows(outs - n, rows_of(NV));
+        tiles[some - 1](w + n * stride, stride, x, width, add, to + n * STRIP);
     }
 }
 

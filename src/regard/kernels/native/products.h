@@ -18,10 +18,11 @@
 namespace REGARD_NAMESPACE {
 
 constexpr int64_t FEW_ROWS = 4;
-constexpr int64_t PANEL = 256 << 10;     // bytes of a panel, in float32
+constexpr int64_t PANEL = 256 << 10;     // bytes of a piece of a panel, in float32
 constexpr int64_t TRANSPOSED = 8 << 20;  // bytes of x that are transposed at once
-constexpr int64_t TASKS = 3;             // panels per thread, at least
-constexpr int64_t STRIPS_OF_A_TASK = 4;  // at least
+constexpr int64_t TASKS = 4;             // per thread, if there is enough to do
+constexpr int64_t THIN = 96;             // rows of a panel, at least, if there are several groups of strips
+constexpr int64_t GROUP = 128 / STRIP;   // strips
 
 // Some rows of one of the weights.
 template <class T>
@@ -72,16 +73,24 @@ class Product {
     const regard_product &a;
     const bool few = a.rows <= FEW_ROWS;
     const int64_t width = a.width, strip_size = few ? FEW_ROWS * width : STRIP * width;
+    const int64_t pieces = few ? 1 : (width + DEPTH - 1) / DEPTH;  // of the width, computed one after another
+    int64_t panel_rows = 0;
     std::vector<Panel<T>> panels;
-    int64_t panel_rows;
 
   public:
     Product(const regard_product &a, const regard_factor *factors) : a(a) {
         int64_t outs = 0;
         for (int64_t i = 0; i < a.factors; i++) outs += factors[i].outs;
+        if (outs == 0) return;
+        // As many panels as tasks are wanted, unless they would become thin or groups of strips are enough.
         const int64_t tile = rows_of((int)std::min<int64_t>((a.rows + W - 1) / W, VECTORS));
-        const int64_t wanted = std::min(PANEL / (4 * width), outs / (TASKS * a.threads));
-        panel_rows = std::max<int64_t>(wanted / tile, 1) * tile;
+        const int64_t groups = (a.rows + GROUP * STRIP - 1) / (GROUP * STRIP);
+        const int64_t wanted = (TASKS * a.threads + groups - 1) / groups;
+        const int64_t thinnest = groups == 1 ? tile : THIN;
+        const int64_t most = std::max(PANEL * pieces / (4 * width), tile);
+        const int64_t rows = std::min(most, std::max(thinnest, (outs + wanted - 1) / wanted));
+        const int64_t count = (outs + rows - 1) / rows;
+        panel_rows = ((outs + count - 1) / count + tile - 1) / tile * tile;
         for (int64_t i = 0; i < a.factors; i++)
             for (int64_t n = 0; n < factors[i].outs; n += panel_rows)
                 panels.push_back({factors[i], n, std::min(panel_rows, factors[i].outs - n)});
@@ -99,32 +108,21 @@ class Product {
   private:
     // All panels times some strips. A task is a panel and a group of strips.
     void run(int64_t first, int64_t count, float *x) {
-        const int64_t enough = 8 * TASKS * a.threads / (int64_t)panels.size();
-        const int64_t groups = std::max<int64_t>(1, std::min(enough, count / STRIPS_OF_A_TASK));
+        const int64_t groups = (count + GROUP - 1) / GROUP, tasks = (int64_t)panels.size() * groups;
         std::atomic<int64_t> next{0};
         std::atomic<bool> failed{false};
         in_team(a.threads, [&] {
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < count; i++) lay((first + i) * STRIP, x + i * strip_size);
             try {
-                const bool widen = !IN_PLACE && !few;
-                const size_t sums_size = (size_t)(panel_rows * STRIP);
-                const size_t wide_size = widen ? (size_t)(panel_rows * width) : 0;
+                const size_t sums_size = (size_t)(panel_rows * STRIP * std::min(count, GROUP));
+                const size_t wide_size = IN_PLACE || few ? 0 : (size_t)(panel_rows * ((width + pieces - 1) / pieces));
                 panel_bench.reserve((sums_size + wide_size) * sizeof(float) + 128);
                 float *sums = panel_bench.take<float>(sums_size), *wide = panel_bench.take<float>(wide_size);
-                const Panel<T> *widened = nullptr;
-                for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < (int64_t)panels.size() * groups;) {
-                    const Panel<T> &panel = panels[(size_t)(i / groups)];
-                    if (widen && widened != &panel) {
-                        for (int64_t n = 0; n < panel.outs; n++) copy_row(panel.row(n), width, wide + n * width);
-                        widened = &panel;
-                    }
-                    const int64_t begin = count * (i % groups) / groups, end = count * (i % groups + 1) / groups;
-                    for (int64_t s = begin; s < end; s++) {
-                        const int64_t row = (first + s) * STRIP, rows = std::min<int64_t>(a.rows - row, STRIP);
-                        multiply(panel, wide, rows, x + s * strip_size, s == begin, sums);
-                        finish_rows(a.after, panel, row, rows, sums);
-                    }
+                for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+                    const int64_t begin = i % groups * GROUP, some = std::min(GROUP, count - begin);
+                    task(panels[(size_t)(i / groups)], (first + begin) * STRIP, some, x + begin * strip_size, sums,
+                         wide);
                 }
             } catch (const std::bad_alloc &) {
                 failed = true;
@@ -143,22 +141,32 @@ class Product {
         std::fill(to + rows * width, to + FEW_ROWS * width, 0.0f);
     }
 
-    // sums[n][lane]; the first strip of a panel finds it outside of the caches.
-    void multiply(const Panel<T> &panel, const float *wide, int64_t rows, const float *x, bool first,
-                  float *sums) const {
+    // A panel times `count` strips from `row` on. sums[strip][n][lane]; `wide`: memory for a piece of the panel.
+    void task(const Panel<T> &panel, int64_t row, int64_t count, const float *x, float *sums, float *wide) const {
         const int64_t stride = panel.factor.weight_stride, outs = panel.outs;
         if (few) {
-            if (rows == 1) dots<1>(panel.row(0), stride, outs, x, width, sums);
-            else if (rows == 2) dots<2>(panel.row(0), stride, outs, x, width, sums);
+            if (a.rows == 1) dots<1>(panel.row(0), stride, outs, x, width, sums);
+            else if (a.rows == 2) dots<2>(panel.row(0), stride, outs, x, width, sums);
             else dots<4>(panel.row(0), stride, outs, x, width, sums);
-            return;
+            return finish_rows(a.after, panel, row, a.rows, sums);
         }
-        over_lanes(0, (int)((rows + W - 1) / W * W), [&](int lane, auto nv) {
-            constexpr int NV = nv.value;
-            if constexpr (!IN_PLACE) times_strip<NV, false>(wide, width, outs, x + lane, width, sums + lane);
-            else if (first) times_strip<NV, true>(panel.row(0), stride, outs, x + lane, width, sums + lane);
-            else times_strip<NV, false>(panel.row(0), stride, outs, x + lane, width, sums + lane);
-        });
+        for (int64_t i = 0; i < pieces; i++) {
+            const int64_t d = width * i / pieces, deep = width * (i + 1) / pieces - d;
+            if constexpr (!IN_PLACE)
+                for (int64_t n = 0; n < outs; n++) copy_row(panel.row(n) + d, deep, wide + n * deep);
+            for (int64_t s = 0; s < count; s++) {
+                const int64_t rows = std::min<int64_t>(a.rows - row - s * STRIP, STRIP);
+                float *to = sums + s * panel_rows * STRIP;
+                over_lanes(0, (int)((rows + W - 1) / W * W), [&](int lane, auto nv) {
+                    constexpr int NV = nv.value;
+                    const float *y = x + s * strip_size + d * STRIP + lane;
+                    if constexpr (!IN_PLACE) times_strip<NV, false>(wide, deep, outs, y, deep, i > 0, to + lane);
+                    else if (s) times_strip<NV, false>(panel.row(0) + d, stride, outs, y, deep, i > 0, to + lane);
+                    else times_strip<NV, true>(panel.row(0) + d, stride, outs, y, deep, i > 0, to + lane);
+                });
+                if (i + 1 == pieces) finish_rows(a.after, panel, row + s * STRIP, rows, to);
+            }
+        }
     }
 };
 

@@ -9,16 +9,17 @@ namespace REGARD_NAMESPACE {
 constexpr int STRIP = VECTORS * W;  // rows of x that lie along the lanes
 constexpr int64_t DEPTH = 256;  // numbers of their width that stay in the L1 cache; long sums are made of such pieces
 
-// R rows of the weight against NV vectors of a strip, over part of the width. With `Fetch` the next R rows of the
-// weight are fetched meanwhile.
+// R rows of the weight against NV vectors of a strip, over part of the width. With `Fetch` the rows that come next are
+// fetched meanwhile, from `next` on.
 template <int R, int NV, bool Fetch>
-void product_tile(const float *w, int64_t stride, const float *x, int64_t width, bool add, float *to) {
+void product_tile(const float *w, int64_t stride, const float *x, int64_t width, bool add, float *to,
+                  const float *next) {
     F sum[R][NV] = {};
     const int64_t line = Fetch ? 16 : width;
     for (int64_t begin = 0; begin < width; begin += line) {
         if constexpr (Fetch)
 #pragma GCC unroll 16
-            for (int r = 0; r < R; r++) __builtin_prefetch(w + (R + r) * stride + begin);
+            for (int r = 0; r < R; r++) __builtin_prefetch(next + r * stride + begin);
         const int64_t end = std::min(begin + line, width);
         for (int64_t d = begin; d < end; d++) {
             F y[NV];
@@ -48,13 +49,15 @@ constexpr std::array<ProductTile, MOST_ROWS> product_tiles(std::integer_sequence
     return {(r < rows_of(NV) ? &product_tile<(r < rows_of(NV) ? r + 1 : 1), NV, Fetch> : nullptr)...};
 }
 
-// to[n][lane] = w[n] . x[lane], or added to it, for NV vectors of lanes of a strip.
+// to[n][lane] = w[n] . x[lane], or added to it, for NV vectors of lanes of a strip. After these rows comes `next`.
 template <int NV, bool Fetch>
-void times_strip(const float *w, int64_t stride, int64_t outs, const float *x, int64_t width, bool add, float *to) {
+void times_strip(const float *w, int64_t stride, int64_t outs, const float *x, int64_t width, bool add, float *to,
+                 const float *next) {
     static constexpr auto tiles = product_tiles<NV, Fetch>(std::make_integer_sequence<int, MOST_ROWS>{});
     for (int64_t n = 0, some; n < outs; n += some) {
         some = next_rows(outs - n, rows_of(NV));
-        tiles[some - 1](w + n * stride, stride, x, width, add, to + n * STRIP);
+        const float *after = n + some < outs ? w + (n + some) * stride : next;
+        tiles[some - 1](w + n * stride, stride, x, width, add, to + n * STRIP, after);
     }
 }
 

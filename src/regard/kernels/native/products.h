@@ -113,7 +113,10 @@ class Product {
         std::atomic<bool> failed{false};
         in_team(a.threads, [&] {
 #pragma omp for schedule(static)
-            for (int64_t i = 0; i < count; i++) lay((first + i) * STRIP, x + i * strip_size);
+            for (int64_t i = 0; i < count * pieces; i++) {
+                const int64_t d = width * (i % pieces) / pieces, end = width * (i % pieces + 1) / pieces;
+                lay((first + i / pieces) * STRIP, d, end - d, x + i / pieces * strip_size);
+            }
             try {
                 const size_t sums_size = (size_t)(panel_rows * STRIP * std::min(count, GROUP));
                 const size_t wide_size = IN_PLACE || few ? 0 : (size_t)(panel_rows * ((width + pieces - 1) / pieces));
@@ -132,11 +135,11 @@ class Product {
         if (failed) throw std::bad_alloc();
     }
 
-    // A strip of x: transposed; or a few rows as they are, with zeros after them.
-    void lay(int64_t row, float *to) const {
-        const int64_t rows = std::min<int64_t>(a.rows - row, STRIP);
-        const T *from = (const T *)a.x + row * a.x_stride;
-        if (!few) return rows_to_lanes<STRIP>(from, a.x_stride, rows, (int)((rows + W - 1) / W * W), width, to);
+    // A piece of a strip of x: transposed; or a few rows as they are, with zeros after them.
+    void lay(int64_t row, int64_t d, int64_t deep, float *to) const {
+        const int64_t rows = std::min<int64_t>(a.rows - row, STRIP), lanes = (rows + W - 1) / W * W;
+        const T *from = (const T *)a.x + row * a.x_stride + d;
+        if (!few) return rows_to_lanes<STRIP>(from, a.x_stride, rows, (int)lanes, deep, to + d * STRIP);
         for (int64_t m = 0; m < rows; m++) copy_row(from + m * a.x_stride, width, to + m * width);
         std::fill(to + rows * width, to + FEW_ROWS * width, 0.0f);
     }
@@ -160,9 +163,13 @@ class Product {
                 over_lanes(0, (int)((rows + W - 1) / W * W), [&](int lane, auto nv) {
                     constexpr int NV = nv.value;
                     const float *y = x + s * strip_size + d * STRIP + lane;
-                    if constexpr (!IN_PLACE) times_strip<NV, false>(wide, deep, outs, y, deep, i > 0, to + lane);
-                    else if (s) times_strip<NV, false>(panel.row(0) + d, stride, outs, y, deep, i > 0, to + lane);
-                    else times_strip<NV, true>(panel.row(0) + d, stride, outs, y, deep, i > 0, to + lane);
+                    float *sum = to + lane;
+                    if constexpr (!IN_PLACE) times_strip<NV, false>(wide, deep, outs, y, deep, i > 0, sum, nullptr);
+                    else {
+                        const float *w = panel.row(0) + d, *next = i + 1 < pieces ? w + deep : panel.row(outs);
+                        if (s) times_strip<NV, false>(w, stride, outs, y, deep, i > 0, sum, next);
+                        else times_strip<NV, true>(w, stride, outs, y, deep, i > 0, sum, next);
+                    }
                 });
                 if (i + 1 == pieces) finish_rows(a.after, panel, row + s * STRIP, rows, to);
             }

@@ -131,7 +131,7 @@ sanitize: $(VENV)/.installed-test
 	CXX=g++ REGARD_SANITIZE=$(CHECKS) $(RUN) setup.py -q build_ext --build-lib build/sanitized --build-temp build/sanitized
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 REGARD_LIBRARY=build/sanitized/regard/kernels/libregard_native.so OMP_NUM_THREADS=2 \
-	  $(RUN) -m pytest -q tests/kernels/test_native.py tests/kernels/test_native_decode.py $(ARGS)
+	  $(RUN) -m pytest -q tests/kernels/test_native.py tests/kernels/test_native_decode.py tests/kernels/test_native_products.py $(ARGS)
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
@@ -145,6 +145,7 @@ wheel: $(VENV)/.installed-wheel
 
 bench: $(VENV)/.installed-bench $(VENV)/.installed-weights
 	$(RUN) benchmarks/kernels.py
+	$(RUN) benchmarks/products.py
 	$(RUN) benchmarks/layer.py
 	$(RUN) benchmarks/small_calls.py
 	$(RUN) benchmarks/caches.py

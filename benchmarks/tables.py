@@ -275,9 +275,11 @@ def watching(rows: Rows) -> str:
     lines: Lines = []
     for row in rows:
         cells = [ratio(row.get(name), row["blind"]) or "not run" for name in ("watched", "exact", "eager", "roles")]
-        of_torch = ratio(row["watched"], row.get("torch") or (row["blind"] if "transformers" in row["model"] else None))
-        lines.append([row["model"], f"{row['tokens']:,}", cells[0], of_torch or "not run", *cells[1:]])
-    header = ["watched / blind", "watched / blind with PyTorch's attention", "`exact=True` / blind"]
+        blind = row["blind"] if "transformers" in row["model"] else None
+        theirs = [ratio(row["watched"], row.get(name) or blind) or "not run" for name in ("torch", "peer")]
+        lines.append([row["model"], f"{row['tokens']:,}", cells[0], *theirs, *cells[1:]])
+    header = ["watched / blind", "watched / blind with PyTorch's attention", "watched / blind in transformers"]
+    header += ["`exact=True` / blind"]
     header += ["eager with maps / blind", "`seen.roles()` alone / blind"]
     return markdown(["model", "tokens", *header], lines)
 
@@ -309,6 +311,19 @@ def small_calls(rows: Rows) -> str:
         cells = [ratio(times["regard"], times.get(peer)) for peer in peers]
         lines.append([f"{row['case'].replace('x', ' x ')}, {row['mode']}", f"{times['regard'] * 1e6:,.1f} us", *cells])
     return markdown(["our time / theirs", "ours", *peers], lines)
+
+
+def products(rows: Rows) -> str:
+    """Projections by the number of rows: the smallest and largest ratio over the weights."""
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    lines: Lines = []
+    for count in dict.fromkeys(row["rows"] for row in rows):
+        line = [f"{count:,}"]
+        for dtype in dtypes:
+            here = [row["times"]["nn.Linear"] / row["times"]["regard"] for row in only(rows, rows=count, dtype=dtype)]
+            line.append(f"{min(here):.2f} - {max(here):.2f}")
+        lines.append(line)
+    return markdown(["nn.Linear's time / ours, rows", *dtypes], lines)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -445,6 +460,7 @@ TABLES: dict[str, tuple[str, Callable[[Rows], str]]] = {
     "attn-implementation": ("attn_implementation", attn_implementation),
     "diffusers-backend": ("diffusers_backend", diffusers_backend),
     "small-calls": ("small_calls", small_calls),
+    "products": ("products", products),
     "compile-gpu": ("compile_gpu", compile_gpu),
     "gpu": ("gpu", gpu),
 }

@@ -8,6 +8,7 @@
     roles     `seen.roles(atlas=False)` of the record alone, up to 2,048 tokens
     eager     transformers' eager attention with `output_attentions=True`, and nothing done with the N x N maps
     torch     of our own models, whose blind run has our kernel: blind with PyTorch's (SDPA) in its place
+    peer      of our own models: the same model in transformers, blind, with its sdpa attention
     nnsight   where it is installed: the maps of all layers of BERT saved by nnsight, which needs eager attention
 
 Contestants take turns in one run; times are medians, of 7 turns at least (of 3 from 2,048 tokens on), and the tables
@@ -38,7 +39,7 @@ from regard import models
 VOCABULARY, LAYERS = 30522, 4
 LENGTHS = (16, 128, 512, 2048, 8192)
 LIMIT = 4 * 2**30  # bytes of eager maps
-CONTESTANTS = ("blind", "watched", "exact", "eager", "torch", "nnsight", "roles")
+CONTESTANTS = ("blind", "watched", "exact", "eager", "torch", "peer", "nnsight", "roles")
 
 
 def text(tokens: int) -> Tensor:
@@ -148,6 +149,8 @@ def contestants(name: str, build: Callable[[str], nn.Module], ids: Tensor) -> di
             if isinstance(module, regard.MultiHeadAttention):
                 module.kernel = "fused"
         runs["torch"] = lambda: hidden(theirs(ids))
+        peer = MODELS[name.removesuffix("-regard")][1]("sdpa")
+        runs["peer"] = lambda: hidden(peer(ids))
     elif _bytes_of_maps(model, ids.shape[1]) <= LIMIT:
         eager = build("eager")
         runs["eager"] = lambda: eager(ids, output_attentions=True).attentions[-1]

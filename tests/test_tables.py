@@ -92,18 +92,18 @@ def test_watching(root: Path) -> None:
     row = {"model": "bert-base sizes, transformers sdpa", "tokens": 2048, "blind": 2.0, "watched": 2.2}
     rows = [row | {"exact": 3.0, "eager": 8.5, "roles": 1.0, "other": {}, "difference": 0.0}]
     rows += [row | {"tokens": 8192, "exact": None, "eager": None, "other": {}, "difference": 0.0}]
-    rows += [row | {"model": "ours", "torch": 2.75}, row | {"model": "ours"}]
+    rows += [row | {"model": "ours", "torch": 2.75, "peer": 4.4}, row | {"model": "ours"}]
     result(root, "watching", rows)
     assert table_of(root, "watching") == [
         "Measured on: A Fine CPU, 2 threads, torch 2.13.0.",
         "",
-        "| model | tokens | watched / blind | watched / blind with PyTorch's attention | `exact=True` / blind "
-        "| eager with maps / blind | `seen.roles()` alone / blind |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        "| bert-base sizes, transformers sdpa | 2,048 | 1.10 | 1.10 | 1.50 | 4.25 | 0.50 |",
-        "| bert-base sizes, transformers sdpa | 8,192 | 1.10 | 1.10 | not run | not run | not run |",
-        "| ours | 2,048 | 1.10 | 0.80 | not run | not run | not run |",
-        "| ours | 2,048 | 1.10 | not run | not run | not run | not run |",
+        "| model | tokens | watched / blind | watched / blind with PyTorch's attention | watched / blind in transformers "
+        "| `exact=True` / blind | eager with maps / blind | `seen.roles()` alone / blind |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| bert-base sizes, transformers sdpa | 2,048 | 1.10 | 1.10 | 1.10 | 1.50 | 4.25 | 0.50 |",
+        "| bert-base sizes, transformers sdpa | 8,192 | 1.10 | 1.10 | 1.10 | not run | not run | not run |",
+        "| ours | 2,048 | 1.10 | 0.80 | 0.50 | not run | not run | not run |",
+        "| ours | 2,048 | 1.10 | not run | not run | not run | not run | not run |",
     ]
 
 
@@ -114,6 +114,22 @@ def test_diffusers_backend(root: Path) -> None:
         "| model | what | tokens | native / regard |",
         "| --- | --- | --- | --- |",
         "| a DiT | forward | 1,024 | 1.50 |",
+    ]
+
+
+def test_products(root: Path) -> None:
+    row = {"width": 3, "outs": 5, "after": None}
+    rows: list[dict[str, Any]] = [
+        row | {"dtype": dtype, "rows": count, "times": {"nn.Linear": 3.0, "regard": ours}}
+        for dtype in ("float32", "float16")
+        for count, ours in ((1, 2.0), (1, 1.0), (2048, 4.0))
+    ]
+    result(root, "products", rows)
+    assert table_of(root, "products")[2:] == [
+        "| nn.Linear's time / ours, rows | float32 | float16 |",
+        "| --- | --- | --- |",
+        "| 1 | 1.50 - 3.00 | 1.50 - 3.00 |",
+        "| 2,048 | 0.75 - 0.75 | 0.75 - 0.75 |",
     ]
 
 

@@ -13,6 +13,7 @@ import torch
 from regard import kernels
 from regard.errors import bad_value
 from regard.kernels import native_library as library
+from regard.kernels import native_products
 from regard.kernels.triton import availability, self_check
 
 __all__ = ["check_gpus", "cpu_features", "examine"]
@@ -77,7 +78,14 @@ def _cpu() -> dict[str, str]:
         "features": "this system does not tell" if features is None else ", ".join(features) or "none of note",
         "torch uses": torch.backends.cpu.get_cpu_capability(),
         "threads": f"{torch.get_num_threads()} (torch.set_num_threads)",
+        "projections": _projections(),
     }
+
+
+def _projections() -> str:
+    """Who multiplies in regard's layers and models without gradients."""
+    ours = [str(dtype).removeprefix("torch.") for dtype in library.DTYPES if native_products.serves(dtype)]
+    return f"our own kernel in {', '.join(ours)}" if ours else "torch's own, and oneDNN"
 
 
 def _kernels() -> dict[str, str]:

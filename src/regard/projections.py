@@ -121,6 +121,7 @@ def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...
 
 
 def _rows(x: Tensor) -> Tensor:
+    """(..., in) -> (rows, in)."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
@@ -156,8 +157,12 @@ def _is_native(linears: tuple[nn.Module, ...], x: Tensor, other: Tensor | None =
         if type(linear) is not nn.Linear:
             return False
         outs += linear.out_features
-    work = x.numel() * outs
-    if not work or work < _WORTHWHILE or _is_observed() or x.is_neg() or (other is not None and other.is_neg()):
+    numbers = x.numel()
+    one_narrow_row = x.dtype is not torch.float32 and x.shape[-1:] == (numbers,)  # torch has a kernel of its own for it
+    least = 4 * _WORTHWHILE if one_narrow_row else _WORTHWHILE
+    if not numbers * outs or numbers * outs < least or _is_observed():
+        return False
+    if x.is_neg() or (other is not None and other.is_neg()):
         return False
     for linear in linears:
         weight, bias = _weight_if_plain(linear, x, other), linear._parameters.get("bias")

@@ -122,7 +122,7 @@ def test_quantised_is_what_gguf_dequantises(tmp_path: Path, arch: str, kind: Any
     torch.testing.assert_close(loaded.embedding.tokens.weight, state["model.embed_tokens.weight"], rtol=0, atol=0)
     keys = loaded.blocks[1].attention.k_proj.weight
     torch.testing.assert_close(keys, state["model.layers.1.self_attn.k_proj.weight"], rtol=0, atol=0)
-    assert_same(path, model, rtol=1e-4, atol=1e-4)
+    assert_same(path, model, rtol=1e-4, atol=5e-4)  # (quantised weights are large, and so are logits)
 
 
 @pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q4_1, Q.BF16], ids=lambda kind: kind.name)

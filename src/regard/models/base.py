@@ -148,8 +148,9 @@ class TextModel(nn.Module):
             raise bad_type("ids", expected="integers", received=str(error).splitlines()[0]) from error
 
     def packed(self) -> AbstractContextManager[None]:
-        """Within it, products with few rows (short texts, one token at a time) are faster on some CPUs: the weights are
-        there a second time, in oneDNN's own order. `generate` and `stream` do so by themselves.
+        """Within it, products with few rows (short texts, one token at a time) are faster on CPUs where oneDNN computes
+        them: the weights are there a second time, in its own order. `generate` and `stream` do so by themselves. Where
+        our own kernel multiplies (CPUs without AVX-512), nothing is copied.
 
         The copies are made at once and live as long as what is returned, which may be entered many times. Make another
         after weights were changed through `.data`. See `regard.onednn.packed`.

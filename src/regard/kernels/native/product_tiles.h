@@ -6,8 +6,12 @@
 
 namespace REGARD_NAMESPACE {
 
-constexpr int STRIP = VECTORS * W;  // rows of x that lie along the lanes
-constexpr int64_t DEPTH = 256;  // numbers of their width that stay in the L1 cache; long sums are made of such pieces
+// Tiles are wider than those of attention, whose blocks of queries are a power of two: 4 x 3 vectors need 7 loads for
+// 12 products, 6 x 2 need 8.
+constexpr int WIDE = REGISTERS == 32 ? 4 : 3;  // vectors per row of a tile
+constexpr int outs_of(int nv) { return nv == 3 && REGISTERS == 16 ? 4 : rows_of(nv); }
+constexpr int STRIP = WIDE * W;  // rows of x that lie along the lanes
+constexpr int64_t DEPTH = 256;   // numbers of their width that stay in the L1 cache; long sums are made of such pieces
 
 // R rows of the weight against NV vectors of a strip, over part of the width. With `Fetch` the rows that come next are
 // fetched meanwhile, from `next` on.
@@ -46,7 +50,7 @@ void product_tile(const float *w, int64_t stride, const float *x, int64_t width,
 using ProductTile = decltype(&product_tile<1, 1, false>);
 template <int NV, bool Fetch, int... r>
 constexpr std::array<ProductTile, MOST_ROWS> product_tiles(std::integer_sequence<int, r...>) {
-    return {(r < rows_of(NV) ? &product_tile<(r < rows_of(NV) ? r + 1 : 1), NV, Fetch> : nullptr)...};
+    return {(r < outs_of(NV) ? &product_tile<(r < outs_of(NV) ? r + 1 : 1), NV, Fetch> : nullptr)...};
 }
 
 // to[n][lane] = w[n] . x[lane], or added to it, for NV vectors of lanes of a strip. After these rows comes `next`.
@@ -55,7 +59,7 @@ void times_strip(const float *w, int64_t stride, int64_t outs, const float *x, i
                  const float *next) {
     static constexpr auto tiles = product_tiles<NV, Fetch>(std::make_integer_sequence<int, MOST_ROWS>{});
     for (int64_t n = 0, some; n < outs; n += some) {
-        some = next_rows(outs - n, rows_of(NV));
+        some = next_rows(outs - n, outs_of(NV));
         const float *after = n + some < outs ? w + (n + some) * stride : next;
         tiles[some - 1](w + n * stride, stride, x, width, add, to + n * STRIP, after);
     }

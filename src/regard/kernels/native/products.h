@@ -83,7 +83,7 @@ class Product {
         for (int64_t i = 0; i < a.factors; i++) outs += factors[i].outs;
         if (outs == 0) return;
         // As many panels as tasks are wanted, unless they would become thin or groups of strips are enough.
-        const int64_t tile = rows_of((int)std::min<int64_t>((a.rows + W - 1) / W, VECTORS));
+        const int64_t tile = outs_of((int)std::min<int64_t>((a.rows + W - 1) / W, WIDE));
         const int64_t groups = (a.rows + GROUP * STRIP - 1) / (GROUP * STRIP);
         const int64_t wanted = (TASKS * a.threads + groups - 1) / groups;
         const int64_t thinnest = groups == 1 ? tile : THIN;
@@ -160,7 +160,7 @@ class Product {
             for (int64_t s = 0; s < count; s++) {
                 const int64_t rows = std::min<int64_t>(a.rows - row - s * STRIP, STRIP);
                 float *to = sums + s * panel_rows * STRIP;
-                over_lanes(0, (int)((rows + W - 1) / W * W), [&](int lane, auto nv) {
+                over_lanes<WIDE>(0, (int)((rows + W - 1) / W * W), [&](int lane, auto nv) {
                     constexpr int NV = nv.value;
                     const float *y = x + s * strip_size + d * STRIP + lane;
                     float *sum = to + lane;

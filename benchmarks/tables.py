@@ -320,7 +320,8 @@ def products(rows: Rows) -> str:
     for count in dict.fromkeys(row["rows"] for row in rows):
         line = [f"{count:,}"]
         for dtype in dtypes:
-            here = [row["times"]["nn.Linear"] / row["times"]["regard"] for row in only(rows, rows=count, dtype=dtype)]
+            times = [row["times"] for row in rows if (row["rows"], row["dtype"]) == (count, dtype)]
+            here = [time["nn.Linear"] / time["regard"] for time in times]
             line.append(f"{min(here):.2f} - {max(here):.2f}")
         lines.append(line)
     return markdown(["nn.Linear's time / ours, rows", *dtypes], lines)

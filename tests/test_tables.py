@@ -98,7 +98,8 @@ def test_watching(root: Path) -> None:
         "Measured on: A Fine CPU, 2 threads, torch 2.13.0.",
         "",
         "| model | tokens | watched / blind | watched / blind with PyTorch's attention "
-        "| watched / blind in transformers | `exact=True` / blind | eager with maps / blind | `seen.roles()` alone / blind |",
+        "| watched / blind in transformers | `exact=True` / blind "
+        "| eager with maps / blind | `seen.roles()` alone / blind |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
         "| bert-base sizes, transformers sdpa | 2,048 | 1.10 | 1.10 | 1.10 | 1.50 | 4.25 | 0.50 |",
         "| bert-base sizes, transformers sdpa | 8,192 | 1.10 | 1.10 | 1.10 | not run | not run | not run |",

@@ -77,6 +77,7 @@ _ACTIVE = _Active()
 
 
 def active_copy(linears: tuple[nn.Module, ...]) -> Copy | None:
+    """The copy of the weights of these modules that this thread uses now, if there is one."""
     return _ACTIVE.stack[-1].get(linears) if _ACTIVE.stack else None
 
 

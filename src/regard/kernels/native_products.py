@@ -25,8 +25,8 @@ AFTER = {
 
 @functools.cache
 def serves(dtype: torch.dtype) -> bool:
-    """Whether our products are the fastest of this machine: where torch's libraries have no instructions of their own
-    for a dtype. On CPUs with AVX-512 they have for float32 and bfloat16."""
+    """Whether products of a dtype are ours: where torch's libraries do not use instructions of this CPU made for it.
+    With AVX-512 they do so for float32 and bfloat16."""
     library = native_library.load()
     if library is None or "portable" in (library.best, native_library.INSTRUCTION_SETS[native_library.isa()]):
         return False

@@ -7,7 +7,7 @@ namespace REGARD_NAMESPACE {
 
 inline F absolute(F x) { return choose(x < 0.0f, -x, x); }
 
-// x / (1 + exp(-factor x)), by exp of what is not positive, which cannot overflow.
+// x * sigmoid(argument), by exp of what is not positive, which cannot overflow.
 inline F times_sigmoid(F x, F argument) {
     const F e = exp2(absolute(argument) * -1.4426950408889634f);
     return x * choose(argument < 0.0f, e, broadcast(1.0f)) / (1.0f + e);

@@ -84,7 +84,11 @@ def _cpu() -> dict[str, str]:
 
 def _projections() -> str:
     """Who multiplies in regard's layers and models without gradients."""
-    ours = [str(dtype).removeprefix("torch.") for dtype in library.DTYPES if native_products.serves(dtype)]
+    ours = []
+    for dtype in library.DTYPES:
+        rows = native_products.rows_served(dtype)
+        some = f" ({rows[0]} to {rows[-1]} rows)" if rows and rows.stop < sys.maxsize else ""
+        ours += [str(dtype).removeprefix("torch.") + some] if rows else []
     return f"our own kernel in {', '.join(ours)}" if ours else "torch's own, and oneDNN"
 
 

@@ -15,7 +15,7 @@ from types import TracebackType
 import torch
 from torch import Tensor, nn
 
-from regard.kernels.native_products import serves
+from regard.kernels.native_products import rows_served
 from regard.tracing import traced
 
 __all__ = ["PLAIN", "Copy", "active_copy", "dtypes", "is_plain", "packed"]
@@ -124,7 +124,7 @@ def _can_copy(weight: Tensor, first: Tensor | None) -> bool:
         first is not None
         and type(weight) in PLAIN
         and weight.dtype in dtypes()
-        and not serves(weight.dtype)
+        and 1 not in rows_served(weight.dtype)
         and is_plain(weight, first.dtype, grad=False)
         and weight.dim() == 2
         and weight.shape[1:] == first.shape[1:]

@@ -1,8 +1,8 @@
 """Projections: `project(linear, x)` is `linear(x)`, to rounding, with what follows it.
 
 On CPU, torch gives products to MKL, one operation at a time. Where nothing can tell the difference (no gradient, hook,
-compiler or mode; a plain `nn.Linear`), a faster library computes the same here, together with what follows: our own on
-CPUs without AVX-512 (`kernels/native_products.py`), oneDNN on the others::
+compiler or mode; a plain `nn.Linear`), a faster library computes the same here, together with what follows: our own
+(`native_products.rows_served` says where), or oneDNN::
 
     project(linear, x)                      linear(x)
     project(linear, x, activation="gelu")   gelu(linear(x))
@@ -148,19 +148,21 @@ def _named(activation: str) -> Callable[[Tensor], Tensor]:
 def _is_native(linears: tuple[nn.Module, ...], x: Tensor, other: Tensor | None = None) -> bool:
     """Whether our own library may multiply x by these weights, and it is worthwhile. Runs before every product: the
     cheapest checks come first."""
-    if type(x) not in PLAIN or torch.compiler.is_compiling() or not native_products.serves(x.dtype):
+    if type(x) not in PLAIN or torch.compiler.is_compiling():
         return False
-    if torch._C._is_tracing() or has_foreign_function_mode():
+    served = native_products.rows_served(x.dtype)
+    if not served or torch._C._is_tracing() or has_foreign_function_mode():
         return False
     outs = 0
     for linear in linears:
         if type(linear) is not nn.Linear:
             return False
         outs += linear.out_features
-    numbers = x.numel()
-    one_narrow_row = x.dtype is not torch.float32 and x.shape[-1:] == (numbers,)  # torch has a kernel of its own for it
-    least = 4 * _WORTHWHILE if one_narrow_row else _WORTHWHILE
-    if not numbers * outs or numbers * outs < least or _is_observed():
+    numbers, width = x.numel(), linears[0].in_features
+    rows = numbers // width if width else 0
+    narrow = x.dtype is not torch.float32
+    least = 4 * _WORTHWHILE if narrow and rows == 1 else _WORTHWHILE  # (torch has a kernel of its own for such a row)
+    if rows not in served or numbers * outs < least or _is_observed():
         return False
     if x.is_neg() or (other is not None and other.is_neg()):
         return False

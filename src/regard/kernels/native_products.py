@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from regard.kernels import native_library
 from regard.kernels.native_library import FACTOR, PRODUCT
 
-__all__ = ["AFTER", "multiply", "serves"]
+__all__ = ["AFTER", "multiply", "rows_served"]
 
 # As `regard_after`.
 AFTER = {
@@ -24,17 +25,33 @@ AFTER = {
 
 
 @functools.cache
-def serves(dtype: torch.dtype) -> bool:
-    """Whether products of a dtype are ours: where torch's libraries do not use instructions of this CPU made for it.
-    With AVX-512 they do so for float32 and bfloat16."""
+def rows_served(dtype: torch.dtype) -> range:
+    """The numbers of rows of x for which products of a dtype are ours; empty where torch's libraries are faster.
+
+    All, where these have no instructions of this CPU made for the dtype. In float32 with AVX-512, where they have, a
+    few: they pack the weight for every product (but for one row), which pays from some hundred rows on.
+    """
+    nothing, everything = range(0), range(1, sys.maxsize)
     library = native_library.load()
-    if library is None or "portable" in (library.best, native_library.INSTRUCTION_SETS[native_library.isa()]):
-        return False
+    if library is None or "portable" in (isa := _isa(library), library.best) or dtype not in native_library.DTYPES:
+        return nothing
     if dtype is torch.float32:
-        return torch.backends.cpu.get_cpu_capability() != "AVX512"
-    supported = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
-    ask = getattr(torch.ops.mkldnn, supported[dtype], None) if dtype in supported else None
-    return ask is not None and not ask()
+        if torch.backends.cpu.get_cpu_capability() != "AVX512":
+            return everything
+        return _FEW_ROWS if isa.startswith("avx512") else nothing
+    if dtype is torch.bfloat16:
+        return nothing if "avx512_bf16" in library.usable or native_library.has_amx() else everything
+    ask = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
+    return nothing if ask is None or ask() else everything
+
+
+_FEW_ROWS = range(2, 257)  # (benchmarks/products.py: from 512 rows on oneDNN takes 0.9 to 1.0 of our time)
+
+
+def _isa(library: native_library.Library) -> str:
+    """The instruction set in use."""
+    name = native_library.INSTRUCTION_SETS[native_library.isa()]
+    return library.best if name == "auto" else name
 
 
 def multiply(
@@ -75,7 +92,7 @@ def multiply(
             other_stride,
         )
     library = native_library.load()
-    assert library is not None, "asked only where `serves`"
+    assert library is not None, "asked only for `rows_served`"
     library.multiply(
         PRODUCT.pack(
             PRODUCT.size,

@@ -11,7 +11,6 @@ namespace REGARD_NAMESPACE {
 constexpr int WIDE = REGISTERS == 32 ? 4 : 3;  // vectors per row of a tile
 constexpr int outs_of(int nv) { return nv == 3 && REGISTERS == 16 ? 4 : rows_of(nv); }
 constexpr int STRIP = WIDE * W;  // rows of x that lie along the lanes
-constexpr int64_t DEPTH = 256;   // numbers of their width that stay in the L1 cache; long sums are made of such pieces
 
 // R rows of the weight against NV vectors of a strip, over part of the width. With `Fetch` the rows that come next are
 // fetched meanwhile, from `next` on.

@@ -71,6 +71,9 @@ thread_local Scratch
 template <class T>
 class Product {
     static constexpr bool IN_PLACE = std::is_same_v<T, float>;
+    // Numbers of the width that are summed at once; long sums are made of such pieces. A piece of a strip of x fits in
+    // the L1 cache; but widening 16-bit weights takes less time in longer pieces.
+    static constexpr int64_t DEPTH = IN_PLACE && STRIP > 32 ? 128 : 256;
     const regard_product &a;
     const bool few = a.rows <= FEW_ROWS;
     const int64_t width = a.width, strip_size = few ? FEW_ROWS * width : STRIP * width;

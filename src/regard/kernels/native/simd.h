@@ -79,9 +79,9 @@ inline bool any(I where) {
 #endif
 }
 
-// 2 ** x for x <= about 0 (up to 127), within 0.95 ulp; below -126 exactly 0; NaN stays NaN. `x` is clamped in
-// place, so that 0 * x is 0 and not NaN if x was -inf. Each step is done for NV vectors before the next: it takes
-// longer than a CPU can look ahead.
+// 2 ** x for x <= about 0 (up to 127), within 0.95 ulp; exactly 0 from -150 down, and from -126 down without AVX-512 or
+// where subnormals are flushed; NaN stays NaN. `x` is clamped in place, so that 0 * x is 0 and not NaN if x was -inf.
+// Each step is done for NV vectors before the next: it takes longer than a CPU can look ahead.
 template <int NV>
 inline void exp2_clamped(F (&x)[NV], F (&power)[NV]) {
     F n[NV], f[NV];
@@ -89,13 +89,14 @@ inline void exp2_clamped(F (&x)[NV], F (&power)[NV]) {
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) step(v);
     };
-    each([&](int v) { x[v] = larger(broadcast(-127.0f), x[v]); });
 #if defined(__AVX512F__)
+    each([&](int v) { x[v] = larger(broadcast(-151.0f), x[v]); });
     each([&](int v) { n[v] = (F)_mm512_roundscale_ps((__m512)x[v], _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); });
 #else
     // Adding 1.5 * 2 ** 23 rounds to the nearest integer n; with 127 more, the lowest bits are the exponent of 2 ** n.
     const F shifter = broadcast(12582912.0f + 127.0f);
     F shifted[NV];
+    each([&](int v) { x[v] = larger(broadcast(-127.0f), x[v]); });
     each([&](int v) { shifted[v] = x[v] + shifter; });
     each([&](int v) { n[v] = shifted[v] - shifter; });
 #endif
@@ -107,7 +108,6 @@ inline void exp2_clamped(F (&x)[NV], F (&power)[NV]) {
     each([&](int v) { power[v] = power[v] * f[v] + 0x1.62e43p-1f; });
     each([&](int v) { power[v] = power[v] * f[v] + 1.0f; });
 #if defined(__AVX512F__)
-    // 2 ** -127 is subnormal, and the workers flush it to zero
     each([&](int v) { power[v] = (F)_mm512_scalef_ps((__m512)power[v], (__m512)n[v]); });
 #else
     each([&](int v) { power[v] *= (F)((U)shifted[v] << 23); });

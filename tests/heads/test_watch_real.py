@@ -86,7 +86,6 @@ def check(
         model(ids, **options)
     assert len(seen) == len(maps)
     for layer, weights in zip(seen, maps, strict=True):
-        # positions weigh in by thousands of tokens: the mass itself is held to `atol`, a mean of them to more
         agree(layer, Oracle(weights, ids=ids), rows=rows, atol=atol)
 
 

@@ -55,8 +55,8 @@ def formula(x: Tensor, weight: Tensor, bias: Tensor | None, after: str | None, o
 def check(
     out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, after: str | None = None, other: Tensor | None = None
 ) -> None:
-    """The typical error is at most twice torch's own, or what rounding the terms of a sum may do (where outputs are few,
-    torch's may be exact by luck); and the largest is within what rounding may do."""
+    """The typical error is at most twice torch's own, or what rounding the terms of a sum may do (of few outputs
+    torch may have all exact by luck); and the largest is within what rounding may do."""
     wide_bias, wide_other = (None if t is None else t.double() for t in (bias, other))
     exact = formula(x.double(), weight.double(), wide_bias, after, wide_other)
     plain = formula(x, weight, bias, after, other)

@@ -153,12 +153,12 @@ def _is_native(linears: tuple[nn.Module, ...], x: Tensor, other: Tensor | None =
     served = native_products.rows_served(x.dtype)
     if not served or torch._C._is_tracing() or has_foreign_function_mode():
         return False
-    outs = 0
+    outs = width = 0
     for linear in linears:
         if type(linear) is not nn.Linear:
             return False
-        outs += linear.out_features
-    numbers, width = x.numel(), linears[0].in_features
+        outs, width = outs + linear.out_features, linear.in_features
+    numbers = x.numel()
     rows = numbers // width if width else 0
     narrow = x.dtype is not torch.float32
     least = 4 * _WORTHWHILE if narrow and rows == 1 else _WORTHWHILE  # (torch has a kernel of its own for such a row)

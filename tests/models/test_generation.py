@@ -942,9 +942,7 @@ def test_packing_is_used_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("regard.models.base.packed", Counted)
     large().generate("To be", 61)
     assert len(copies) > 30
-    assert bool(copies[0]) is (
-        torch.float32 in regard.onednn.dtypes() and 1 not in regard.onednn.rows_served(torch.float32)
-    )
+    assert bool(copies[0]) is regard.onednn.packs(torch.float32)
     assert not users()
 
 

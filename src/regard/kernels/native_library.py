@@ -23,6 +23,7 @@ __all__ = [
     "DTYPES",
     "FACTOR",
     "GRADIENTS",
+    "NORM",
     "PRODUCT",
     "SEGMENT",
     "Library",
@@ -69,6 +70,8 @@ GRADIENTS = struct.Struct(
 PRODUCT = struct.Struct("Qiiii3qPq")
 # struct regard_factor: weight, bias, out, other; outs, the strides of weight, out and other
 FACTOR = struct.Struct("4P4q")
+# struct regard_norm: size, isa, threads, dtype, eps, more; rows, width; x, weight, out; the stride of x
+NORM = struct.Struct("QiiiffqqPPPq")
 
 _STATUS = {
     1: "the library was built from another version of its source; remedy: install regard again",
@@ -99,6 +102,10 @@ class Library(NamedTuple):
     def multiply(self, product: bytes, factors: bytes) -> None:
         """Projections."""
         raise_for(self.handle.regard_multiply(product, factors))
+
+    def rms_norm(self, norm: bytes) -> None:
+        """Rows divided by their root mean square."""
+        raise_for(self.handle.regard_rms_norm(norm))
 
 
 def raise_for(status: int) -> None:
@@ -173,10 +180,16 @@ def find(file: Path) -> tuple[Library | None, str | None]:
     handle.regard_attention.argtypes = [ctypes.c_char_p]
     handle.regard_attention_backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     handle.regard_multiply.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+    handle.regard_rms_norm.argtypes = [ctypes.c_char_p]
     return Library(handle, INSTRUCTION_SETS[handle.regard_best_isa()]), None
 
 
-_SIZES = {"regard_args_size": CALL, "regard_gradients_size": GRADIENTS, "regard_product_size": PRODUCT}
+_SIZES = {
+    "regard_args_size": CALL,
+    "regard_gradients_size": GRADIENTS,
+    "regard_product_size": PRODUCT,
+    "regard_norm_size": NORM,
+}
 
 
 def _fits(handle: ctypes.CDLL, name: str, layout: struct.Struct) -> bool:
@@ -189,17 +202,23 @@ def _fits(handle: ctypes.CDLL, name: str, layout: struct.Struct) -> bool:
 
 
 @functools.cache
-def _amx() -> bool:
+def _cpu_info() -> str:
+    """What the system says of the first core; nothing where it does not say."""
     try:
         with open("/proc/cpuinfo") as lines:
-            return "amx_bf16" in lines.read(8192)
+            return lines.read(8192)
     except OSError:
-        return False
+        return ""
 
 
 def has_amx() -> bool:
-    """Whether the CPU has tiles for products of bfloat16 (the first lines of the file are of the first core)."""
-    return _amx()
+    """Whether the CPU has tiles for products of bfloat16."""
+    return "amx_bf16" in _cpu_info()
+
+
+def is_intel() -> bool:
+    """Whether the CPU is Intel's, for which MKL is written."""
+    return "GenuineIntel" in _cpu_info()
 
 
 # Compilers ask these two and take the answer for a constant, instead of tracing into ctypes and files: this mark is

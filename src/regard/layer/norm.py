@@ -9,28 +9,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value
+from regard.norms import RMSNorm, ZeroCentredRMSNorm
 
-__all__ = ["Norm", "ZeroCentredRMSNorm", "as_norm", "normalise"]
+__all__ = ["Norm", "as_norm", "normalise"]
 
 Kind = Literal["rms", "layer"]
 Over = Literal["head", "width"]
 Weight = Literal["plain", "zero-centred", "none"]
-
-
-class ZeroCentredRMSNorm(nn.RMSNorm):
-    """RMSNorm that multiplies by 1 + weight, as Gemma and Qwen3-Next store it: weight decay pulls it towards 1."""
-
-    def reset_parameters(self) -> None:
-        """Back to a factor of 1."""
-        nn.init.zeros_(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., D) -> (..., D)"""
-        return F.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
 
 
 @dataclass(frozen=True)
@@ -68,7 +56,7 @@ class Norm:
         size = width if self.over == "head" else heads * width
         if self.weight == "zero-centred":
             return ZeroCentredRMSNorm(size, eps=self.eps)
-        norm = nn.RMSNorm if self.kind == "rms" else nn.LayerNorm
+        norm = RMSNorm if self.kind == "rms" else nn.LayerNorm
         return norm(size, eps=self.eps, elementwise_affine=self.weight == "plain")
 
 

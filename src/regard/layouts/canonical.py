@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from regard.errors import bad_value, shape_of
 from regard.layer import AttentionBlock, Gate, MultiHeadAttention, Norm, ValueMix
-from regard.layer.norm import ZeroCentredRMSNorm, as_norm
+from regard.layer.norm import as_norm
 from regard.layouts.base import Layout, Tensors
+from regard.norms import ZeroCentredRMSNorm
 from regard.positions import Alibi, RelativeBias, Rotary
 
 __all__ = ["build", "build_block", "check_biases", "check_expressible", "divide", "relative_bias", "sizes", "take"]

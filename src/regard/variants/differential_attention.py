@@ -24,6 +24,7 @@ from regard.attention import BiasLike, attention_weights
 from regard.cache import KVCache, Slots
 from regard.errors import bad_type, bad_value, no_torchscript, unknown_argument
 from regard.masks import Mask, as_mask
+from regard.norms import RMSNorm
 from regard.positions import Rotary
 from regard.projections import project, project_each
 from regard.summary import Step, table
@@ -118,7 +119,7 @@ class DifferentialAttention(nn.Module):
             nn.Parameter(torch.empty(self.head_dim)),
             nn.Parameter(torch.empty(self.head_dim)),
         )
-        self.head_norm = nn.RMSNorm(self.value_head_dim, eps=norm_eps, elementwise_affine=norm_affine)
+        self.head_norm = RMSNorm(self.value_head_dim, eps=norm_eps, elementwise_affine=norm_affine)
         self.position_encoding = position_encoding
         self.reset_parameters()
 

@@ -34,6 +34,7 @@ from regard.attention import BiasLike, attend, attention_weights
 from regard.cache import LatentCache, Slots
 from regard.errors import bad_type, bad_value, no_torchscript, unknown_argument
 from regard.masks import Mask, as_mask
+from regard.norms import RMSNorm
 from regard.positions import Rotary
 from regard.positions.scalings import YaRN
 from regard.projections import project, project_each
@@ -124,10 +125,10 @@ class LatentAttention(nn.Module):
             self.q_proj = nn.Linear(embed_dim, queries, bias=False)
         else:
             self.q_down_proj = nn.Linear(embed_dim, q_rank, bias=bias)
-            self.q_norm = nn.RMSNorm(q_rank, eps=norm_eps)
+            self.q_norm = RMSNorm(q_rank, eps=norm_eps)
             self.q_up_proj = nn.Linear(q_rank, queries, bias=False)
         self.kv_down_proj = nn.Linear(embed_dim, kv_rank + rope_head_dim, bias=bias)
-        self.kv_norm = nn.RMSNorm(kv_rank, eps=norm_eps)
+        self.kv_norm = RMSNorm(kv_rank, eps=norm_eps)
         self.kv_up_proj = nn.Linear(kv_rank, num_heads * (nope_head_dim + value_head_dim), bias=False)
         self.out_proj = nn.Linear(num_heads * value_head_dim, embed_dim, bias=bias if out_bias is None else out_bias)
         self.position_encoding = position_encoding

@@ -158,12 +158,27 @@ struct regard_factor {
     int64_t outs, weight_stride, out_stride, other_stride;
 };
 
+// Rows of x divided by their root mean square, times weight + more. Everything has the same dtype.
+struct regard_norm {
+    uint64_t size;  // sizeof(regard_norm)
+    int32_t isa;
+    int32_t threads;
+    int32_t dtype;
+    float eps, more;
+    int64_t rows, width;
+    const void *x, *weight;  // (rows, width), its last axis contiguous; (width), or null
+    void *out;               // (rows, width), contiguous
+    int64_t x_stride;
+};
+
 REGARD_API int32_t regard_attention(const regard_args *args);
 REGARD_API int32_t regard_attention_backward(const regard_args *args, const regard_gradients *gradients);
 REGARD_API int32_t regard_multiply(const regard_product *args, const regard_factor *factors);
+REGARD_API int32_t regard_rms_norm(const regard_norm *args);
 REGARD_API int32_t regard_best_isa(void);
 REGARD_API int32_t regard_has_isa(int32_t isa);
 REGARD_API uint64_t regard_args_size(void);
 REGARD_API uint64_t regard_gradients_size(void);
 REGARD_API uint64_t regard_product_size(void);
+REGARD_API uint64_t regard_norm_size(void);
 }

@@ -10,6 +10,7 @@
         void attention(const regard_args &);                                                                           \
         void backward(const regard_args &, const regard_gradients &);                                                  \
         void product(const regard_product &, const regard_factor *);                                                   \
+        void norm(const regard_norm &);                                                                                \
     }
 DECLARE(portable)
 DECLARE(avx2)
@@ -24,9 +25,11 @@ struct Build {
     void (*attention)(const regard_args &);
     void (*backward)(const regard_args &, const regard_gradients &);
     void (*product)(const regard_product &, const regard_factor *);
+    void (*norm)(const regard_norm &);
 };
 
-#define BUILD(here, name) {here, regard_##name::attention, regard_##name::backward, regard_##name::product}
+#define BUILD(here, name)                                                                                              \
+    {here, regard_##name::attention, regard_##name::backward, regard_##name::product, regard_##name::norm}
 
 Build build_of(int32_t isa) {
 // (REGARD_HAS_...: the instruction sets it was compiled for. A compiler that supports one supports those before it.)
@@ -148,4 +151,15 @@ extern "C" int32_t regard_multiply(const regard_product *args, const regard_fact
     for (int64_t i = 0; i < a.factors; i++) outs += factors[i].outs;
     a.threads = busy_threads((double)a.rows * a.width * outs, a.threads);
     return run(a.isa, [&](const Build &build) { build.product(a, factors); });
+}
+
+extern "C" uint64_t regard_norm_size(void) { return sizeof(regard_norm); }
+
+extern "C" int32_t regard_rms_norm(const regard_norm *args) {
+    if (!args || args->size != sizeof(regard_norm)) return REGARD_BAD_SIZE;
+    regard_norm a = *args;
+    if (a.rows < 0 || a.width < 1 || a.threads < 1) return REGARD_BAD_SHAPE;
+    if (a.dtype < REGARD_FLOAT32 || a.dtype > REGARD_FLOAT16) return REGARD_BAD_SHAPE;
+    a.threads = busy_threads(2.0 * (double)a.rows * (double)a.width, a.threads);
+    return run(a.isa, [&](const Build &build) { build.norm(a); });
 }

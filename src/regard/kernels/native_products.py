@@ -29,7 +29,7 @@ def rows_served(dtype: torch.dtype) -> range:
     """The numbers of rows of x for which products of a dtype are ours; empty where torch's libraries are faster.
 
     All, where these have no instructions of this CPU made for the dtype. In float32 with AVX-512, where they have, a
-    few: they pack the weight for every product (but for one row), which pays from some hundred rows on.
+    few: they pack the weight for every product, which pays from some hundred rows on.
     """
     nothing, everything = range(0), range(1, sys.maxsize)
     library = native_library.load()
@@ -45,7 +45,7 @@ def rows_served(dtype: torch.dtype) -> range:
     return nothing if ask is None or ask() else everything
 
 
-_FEW_ROWS = range(2, 257)  # (benchmarks/products.py: from 512 rows on oneDNN takes 0.9 to 1.0 of our time)
+_FEW_ROWS = range(1, 257)  # (benchmarks/products.py: from 512 rows on oneDNN takes 0.9 to 1.0 of our time)
 
 
 def _isa(library: native_library.Library) -> str:

@@ -64,16 +64,17 @@ void times_strip(const float *w, int64_t stride, int64_t outs, const float *x, i
     }
 }
 
-// to[n][m] = w[n] . x[m] for M rows of x, W / M rows of the weight at a time.
+// to[n][m] = w[n] . x[m] for M rows of x, R rows of the weight at a time: at most four for one row of x, which a CPU
+// fetches ahead by itself. Each product has SUMS sums, which need not wait for each other.
 template <int M, class T>
 void dots(const T *w, int64_t stride, int64_t outs, const float *x, int64_t width, float *to) {
-    constexpr int R = W / M;
+    constexpr int R = M == 1 ? 4 : W / M, SUMS = W / (M * R);
     for (int64_t n = 0; n < outs; n += R) {
         const T *row[R];
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) row[r] = w + std::min(n + r, outs - 1) * stride;
-        F sum[W] = {};
-        const auto add = [&](int64_t d, auto load_it) {
+        F sum[SUMS][R * M] = {};
+        const auto add = [&](int64_t d, F(&to)[R *M], auto load_it) {
             F y[M];
 #pragma GCC unroll 16
             for (int m = 0; m < M; m++) y[m] = load_it(x + m * width + d);
@@ -81,22 +82,30 @@ void dots(const T *w, int64_t stride, int64_t outs, const float *x, int64_t widt
             for (int r = 0; r < R; r++) {
                 const F z = load_it(row[r] + d);
 #pragma GCC unroll 16
-                for (int m = 0; m < M; m++) sum[r * M + m] += z * y[m];
+                for (int m = 0; m < M; m++) to[r * M + m] += z * y[m];
             }
         };
         int64_t d = 0;
-        constexpr int64_t LINE = 64 / (int64_t)sizeof(T);  // numbers
-        for (; d + LINE <= width; d += LINE) {
+        constexpr int64_t LINE = 64 / (int64_t)sizeof(T), STEP = std::max<int64_t>(W * SUMS, LINE);  // numbers
+        for (; d + STEP <= width; d += STEP) {
+            for (int64_t line = 0; line < STEP; line += LINE)
 #pragma GCC unroll 16
-            for (int r = 0; r < R; r++) __builtin_prefetch(row[r] + R * stride + d);
+                for (int r = 0; r < R; r++) __builtin_prefetch(row[r] + R * stride + d + line);
 #pragma GCC unroll 8
-            for (int64_t i = 0; i < LINE; i += W) add(d + i, [](auto *p) { return load(p); });
+            for (int64_t i = 0; i < STEP; i += W) add(d + i, sum[i / W % SUMS], [](auto *p) { return load(p); });
         }
-        for (; d + W <= width; d += W) add(d, [](auto *p) { return load(p); });
-        if (d < width) add(d, [&](auto *p) { return load_some(p, width - d); });
-        const F all = sums(sum);
+        for (; d + W <= width; d += W) add(d, sum[0], [](auto *p) { return load(p); });
+        if (d < width) add(d, sum[0], [&](auto *p) { return load_some(p, width - d); });
+        F all[W] = {};
+#pragma GCC unroll 16
+        for (int i = 0; i < R * M; i++) {
+            all[i] = sum[0][i];
+#pragma GCC unroll 16
+            for (int k = 1; k < SUMS; k++) all[i] += sum[k][i];
+        }
+        const F totals = sums(all);
         for (int r = 0; r < R && n + r < outs; r++)
-            for (int m = 0; m < M; m++) to[(n + r) * STRIP + m] = all[r * M + m];
+            for (int m = 0; m < M; m++) to[(n + r) * STRIP + m] = totals[r * M + m];
     }
 }
 

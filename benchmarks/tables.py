@@ -4,7 +4,8 @@
     python benchmarks/tables.py --check    writes nothing; names the tables that are not what the files say, and fails
 
 A table stands between `<!-- table: NAME -->` and `<!-- /table -->`. Above it is a line with the machine it was measured
-on. `TABLES` below has the names. Needs nothing but Python.
+on. `TABLES` below has the names. NAME@MACHINE is the same table of benchmarks/results/MACHINE/*.json, a benchmark's
+`--json` on another machine. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/tour.md", "docs/performance.md", "docs/kernel.md", "docs/heads.md")
 ATLASES = Path("src/regard/heads/analysis/atlases")
-MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- table: ([\w@-]+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
 Rows = list[dict[str, Any]]
 Lines = list[list[str]]
 
@@ -475,10 +476,11 @@ def rendered(name: str, results: Path) -> str:
         model, write_heads = HEADS[name]
         path = results.parent.parent / ATLASES / f"{model}.json"
         return write_heads(json.loads(path.read_text(encoding="utf-8")))
+    name, _, machine = name.partition("@")
     if name not in TABLES:
         raise SystemExit(f"table {name}: expected one of {', '.join([*TABLES, *HEADS])}; remedy: add it to TABLES")
     file, write = TABLES[name]
-    path = results / f"{file}.json"
+    path = results / machine / f"{file}.json"
     if not path.is_file():
         raise SystemExit(f"table {name}: expected {path}, which is not there; remedy: run the benchmark that writes it")
     found = json.loads(path.read_text(encoding="utf-8"))

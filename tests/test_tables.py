@@ -49,6 +49,16 @@ def table_of(root: Path, name: str) -> list[str]:
     return lines[3:-3]
 
 
+def test_the_same_table_of_another_machine(root: Path) -> None:
+    row = {"dtype": "float32", "rows": 16, "width": 3, "outs": 5, "after": None}
+    result(root, "products", [row | {"times": {"nn.Linear": 2.0, "regard": 1.0}}])
+    (root / "benchmarks" / "results" / "other").mkdir()
+    result(root, "other/products", [row | {"times": {"nn.Linear": 3.0, "regard": 1.0}}], cpu="Another CPU")
+    here, there = table_of(root, "products"), table_of(root, "products@other")
+    assert ("A Fine CPU" in here[0], "Another CPU" in there[0]) == (True, True)
+    assert ("2.00" in here[-1], "3.00" in there[-1]) == (True, True)
+
+
 def test_no_table_is_stale() -> None:
     done = tables(ROOT, "--check")
     assert done.returncode == 0, done.stdout + done.stderr

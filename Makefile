@@ -131,7 +131,8 @@ sanitize: $(VENV)/.installed-test
 	CXX=g++ REGARD_SANITIZE=$(CHECKS) $(RUN) setup.py -q build_ext --build-lib build/sanitized --build-temp build/sanitized
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 REGARD_LIBRARY=build/sanitized/regard/kernels/libregard_native.so OMP_NUM_THREADS=2 \
-	  $(RUN) -m pytest -q tests/kernels/test_native.py tests/kernels/test_native_decode.py tests/kernels/test_native_products.py $(ARGS)
+	  $(RUN) -m pytest -q tests/kernels/test_native.py tests/kernels/test_native_decode.py tests/kernels/test_native_products.py \
+	  tests/test_norms.py $(ARGS)
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict

@@ -73,8 +73,9 @@ void dots(const T *w, int64_t stride, int64_t outs, const float *x, int64_t widt
         const T *row[R];
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) row[r] = w + std::min(n + r, outs - 1) * stride;
-        F sum[SUMS][R * M] = {};
-        const auto add = [&](int64_t d, F(&to)[R *M], auto load_it) {
+        using Sums = F[R * M];
+        Sums sum[SUMS] = {};
+        const auto add = [&](int64_t d, Sums &to, auto load_it) {
             F y[M];
 #pragma GCC unroll 16
             for (int m = 0; m < M; m++) y[m] = load_it(x + m * width + d);

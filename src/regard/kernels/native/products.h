@@ -64,9 +64,8 @@ void finish_rows(int32_t after, const Panel<T> &panel, int64_t row, int64_t rows
     }
 }
 
-thread_local Scratch x_strips;  // of the calling thread: x, transposed
-thread_local Scratch
-    panel_bench;  // of each thread: the sums of a panel with a group of strips, and a piece of a panel in float32
+thread_local Scratch x_strips;     // of the calling thread: x, transposed
+thread_local Scratch panel_bench;  // of each thread: sums of a panel with a group of strips; a piece of it in float32
 
 template <class T>
 class Product {

@@ -1,7 +1,7 @@
 """`RMSNorm`: `nn.RMSNorm`, to rounding, in one pass where nobody can tell the difference.
 
-torch computes it on CPU as six operations, one after another; of one token they take longer than the attention. Without
-gradient, compiler or mode the native library does it at once (`kernels/native/norms.h`).
+torch computes it on CPU as six operations, one after another. Without gradient, compiler or mode the native library
+does it at once (`kernels/native/norms.h`).
 
 Letters: W model width.
 """

@@ -45,7 +45,7 @@ def rows_served(dtype: torch.dtype) -> range:
     return nothing if ask is None or ask() else everything
 
 
-_FEW_ROWS = range(1, 257)  # (benchmarks/products.py: from 512 rows on oneDNN takes 0.9 to 1.0 of our time)
+_FEW_ROWS = range(1, 257)  # (at 512 rows oneDNN takes 0.90 to 1.11 of our time: docs/decisions.md)
 
 
 def _isa(library: native_library.Library) -> str:

@@ -112,7 +112,7 @@ class _Hidden(nn.Module):
         self.decoder = decoder
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.decoder.hidden(ids)  # type: ignore[operator]
+        return self.decoder(ids, head=False)
 
 
 MODELS: dict[str, tuple[str, Callable[[str], nn.Module]]] = {

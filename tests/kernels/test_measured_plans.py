@@ -38,16 +38,20 @@ class Stack(nn.Module):
 
 @pytest.fixture
 def planned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each measured call, whether a plan gave its output."""
+    """For each measured call, whether a plan gave its output: one for such calls, or for the layer."""
     answers: list[bool] = []
-    repeat = measured_plans.repeat
+    compute, keep = measured_plans.MeasuredPlan.compute, measured_plans.keep
 
-    def noted(*arguments: Any) -> Any:
-        result = repeat(*arguments)
-        answers.append(result is not None)
-        return result
+    def by_plan(*arguments: Any) -> Any:
+        answers.append(True)
+        return compute(*arguments)
 
-    monkeypatch.setattr(measured_plans, "repeat", noted)
+    def without(*arguments: Any) -> None:
+        answers.append(False)
+        keep(*arguments)
+
+    monkeypatch.setattr(measured_plans.MeasuredPlan, "compute", by_plan)
+    monkeypatch.setattr(measured_plans, "keep", without)
     return answers
 
 
@@ -59,7 +63,7 @@ def watched(model: nn.Module, *inputs: Tensor, **options: Any) -> tuple[Tensor, 
 
 def without_plans(monkeypatch: pytest.MonkeyPatch, model: nn.Module, *inputs: Tensor) -> tuple[Tensor, regard.Record]:
     with monkeypatch.context() as patch:
-        patch.setattr(measured_plans, "repeat", lambda *arguments: None)
+        patch.setattr(measured_plans, "plan_of", lambda *arguments, **options: None)
         return watched(model, *inputs)
 
 

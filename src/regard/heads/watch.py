@@ -8,15 +8,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value
 from regard.heads.capture.capture import AttentionCapture
+from regard.heads.capture.layer_plans import is_steady
+from regard.heads.capture.module_stack import Frame
 from regard.heads.capture.observed import ObservedCall
-from regard.heads.record.filing import Filing
+from regard.heads.record.filing import Filing, LayerPlan
 from regard.heads.record.record import Record
 from regard.measures import MeasureLike, as_measures
 from regard.measures.run import DEFAULT
@@ -79,6 +81,7 @@ class watch(AttentionCapture):
         self.record.model = weakref.ref(model)
         self.record.unseen = self.unseen  # the same dict
         self.inside = False
+        self.plans_layers = self.computes and not self.needs_projection
 
     def __enter__(self) -> Record:
         if self.inside:
@@ -103,6 +106,15 @@ class watch(AttentionCapture):
     def see(self, attention: ObservedCall) -> Callable[[], bool] | None:
         """Measure one attention call, as the next chunk of a sequence or as a new sequence."""
         return self.filing.see(attention)
+
+    def layer_plan(self, attention: ObservedCall, mask: Any) -> LayerPlan | None:
+        """A plan for layers like one that was seen and computed."""
+        return self.filing.plan(attention, mask)
+
+    def see_by_plan(self, plan: LayerPlan, frame: Frame, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """Measure and compute a layer like another one."""
+        own = is_steady(self, frame, q, k, v)
+        return self.filing.see_by_plan(plan, frame.name, frame.module, self.frames.forwards, q, k, v, own)
 
     def not_seen(self, name: str, reason: str) -> None:
         if self.is_wanted(name):

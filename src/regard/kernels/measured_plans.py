@@ -2,6 +2,7 @@
 
     measured = repeat(call, run, output)     output and log-sum-exp, where there is a plan for such a call
     keep(call, run, out)                     else make one, of the call as it was computed
+    plan_of(call, run, output)               the plan itself, for whoever knows that the next call is like this one
 
 A plan is kept with what the run shares (`MeasureRun.kept`): other layers of the same forward, with the same tokens and
 mask. Only addresses differ between them.
@@ -24,7 +25,7 @@ from regard.kernels.lowering import in_rows
 from regard.kernels.native_statistics import NO_STATISTICS, Statistics
 from regard.measures import MeasureRun
 
-__all__ = ["keep", "repeat"]
+__all__ = ["MeasuredPlan", "keep", "plan_of", "repeat"]
 
 _STATISTICS = struct.Struct(f"{len(NO_STATISTICS)}q")  # the last fields of `native_library.CALL`
 
@@ -40,23 +41,37 @@ class MeasuredPlan:
     statistics: Statistics
     strides: tuple[int, ...]  # of the output
 
+    def is_valid(self) -> bool:
+        """Whether the library is the one that it was made for."""
+        return self.found is library._found
+
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, output: bool = True) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Output (B, H, N, E), log-sum-exp (B, H, N) and the block of statistics of a call with these tensors."""
+        batch, heads, n, _ = q.shape
+        out = q.new_empty_strided((batch, heads, n, v.shape[3]), self.strides) if output else None
+        lse = q.new_empty((batch, heads, n), dtype=torch.float32)
+        block = self.statistics.new_block()
+        addresses = plans.pack(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), 0 if out is None else out.data_ptr(), lse.data_ptr()
+        )
+        fields = _STATISTICS.pack(*self.statistics.packed(block))
+        library.raise_for(self.function(self.before + addresses + self.after + fields))
+        return out, lse, block
+
+
+def plan_of(call: Call, run: MeasureRun, output: bool) -> MeasuredPlan | None:
+    """The plan for such a call, if there is one."""
+    key = _key(call, run, output)
+    plan = None if key is None or run.kept is None else run.kept.get(key)
+    return plan if plan is not None and plan.is_valid() else None
+
 
 def repeat(call: Call, run: MeasureRun, output: bool) -> tuple[Tensor | None, Tensor] | None:
     """Output and log-sum-exp of a call that has a plan, with its statistics handed to the run; else None."""
-    key = _key(call, run, output)
-    plan = None if key is None or run.kept is None else run.kept.get(key)
-    if plan is None or plan.found is not library._found:
+    plan = plan_of(call, run, output)
+    if plan is None:
         return None
-    q = call.q
-    shape = (*q.shape[:3], call.v.shape[3])
-    out = q.new_empty_strided(shape, plan.strides) if output else None
-    lse = q.new_empty(shape[:3], dtype=torch.float32)
-    block = plan.statistics.new_block()
-    addresses = plans.pack(
-        q.data_ptr(), call.k.data_ptr(), call.v.data_ptr(), 0 if out is None else out.data_ptr(), lse.data_ptr()
-    )
-    fields = _STATISTICS.pack(*plan.statistics.packed(block))
-    library.raise_for(plan.function(plan.before + addresses + plan.after + fields))
+    out, lse, block = plan.compute(call.q, call.k, call.v, output)
     native.hand_over(plan.statistics, block, run)
     return out, lse
 

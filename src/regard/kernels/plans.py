@@ -7,8 +7,8 @@ same shapes and strides, only addresses are written into it: a small call would 
 The key is everything that the result depends on, but for numbers in memory. A plan holds no tensor of the caller's.
 Tensors that the kernel reads where they are (lengths, boolean masks, sinks) are in the key by their addresses, so that
 a change of their numbers is seen. Masks whose tensors would be read or converted before the kernel runs have no plan,
-and neither has a call that anyone but the kernel must see: observers, modes, compilers, torch.func, autocast,
-subclasses.
+and neither has a call that anyone but the kernel must see: observers (which may have plans of their own), modes,
+compilers, torch.func, autocast, subclasses.
 
 Letters: B batch, H query heads, N queries, M keys, E head width of v.
 """
@@ -39,7 +39,7 @@ from regard.kernels.operators import first_derivatives_only
 from regard.kernels.precision import fixed_precision
 from regard.masks import And, Causal, Keep, Padding, Window
 
-__all__ = ["clear", "keep", "repeat"]
+__all__ = ["clear", "keep", "options_key", "repeat"]
 
 MOST = 512  # plans; when there are more, all are forgotten: one is made again in microseconds
 
@@ -139,7 +139,6 @@ def repeat(
         or is_tracing()
         or any_autocast()
         or forward_ad._current_level >= 0
-        or run.observers.stack
         or not (q.is_cpu and k.is_cpu and v.is_cpu)
         or q.is_neg()
         or k.is_neg()
@@ -147,8 +146,10 @@ def repeat(
         or type(kernel) is not str
     ):
         return None, None
+    if run.observers.stack:
+        return run.repeat_observed(q, k, v, kernel, options), None  # type: ignore[return-value]
     learns = is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    others = _options_key(options, learns) if options else ()
+    others = options_key(options, learns) if options else ()
     if others is None:
         return None, None
     try:
@@ -171,7 +172,8 @@ def repeat(
     return out, None
 
 
-def _options_key(options: Mapping[str, Any], learns: bool) -> tuple[Any, ...] | None:
+def options_key(options: Mapping[str, Any], learns: bool) -> tuple[Any, ...] | None:
+    """All options of a call but q, k and v, by their values and addresses; None where there is no plan."""
     parts: list[Any] = []
     for name, value in options.items():
         kind = type(value)

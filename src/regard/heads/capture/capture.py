@@ -12,6 +12,8 @@ The way from a running model to `see(ObservedCall)`:
        (`streams.py`) and the output projection (`output_projection.py`).
     5. `AttentionCapture.report` calls `see`, and `change` if the capture replaces the heads' outputs.
 
+Layers of one forward that are like one before go from 2 or 3 to `see_by_plan` (`layer_plans.py`).
+
 `unseen.py` names layers whose attention could not be read; `eager_mode.py` runs compiled models eagerly meanwhile.
 
 Letters: B batch, H query heads, N queries, M keys, E head width of v.
@@ -29,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type
-from regard.heads.capture import huggingface, unseen, windows
+from regard.heads.capture import huggingface, layer_plans, unseen, windows
 from regard.heads.capture.closed_modules import ClosedModules
 from regard.heads.capture.eager_mode import eager_mode
 from regard.heads.capture.function_modes import CaptureMode, follow_other_thread
@@ -47,8 +49,6 @@ from regard.tracing import is_eager, traced
 
 __all__ = ["AttentionCapture"]
 
-LARGE = 2**14  # numbers of q from which on it is worth to know whether copies are needed
-
 
 class AttentionCapture:
     """A context manager that observes a model while it runs. Everything is put back when the block ends."""
@@ -57,6 +57,7 @@ class AttentionCapture:
     needs_output = False  # whether `see` needs `attention.output`, even if it has to be computed for it
     needs_projection = False  # whether inputs of output projections are to be observed
     computes = False  # whether `see` may compute the attention, in one pass with what it measures
+    plans_layers = False  # whether `layer_plan` may give a plan
 
     def __init__(self, model: nn.Module) -> None:
         if not isinstance(model, nn.Module):
@@ -74,6 +75,7 @@ class AttentionCapture:
         self.streams = Streams()
         self.projections = ProjectionTracker(self)
         self.calls_without_mask: dict[Any, Any] = {}  # by shapes: scale, first position, softcap and mask of a `Call`
+        self.layer_plans: dict[Any, Any] = {}  # of the running call of the model, by key; None: there is none
         self.reported: set[str] = set()  # names of modules whose attention was reported
         self.unseen: dict[str, str] = {}  # layers whose attention could not be read, with the reason
         self._unseen_since: dict[str, int] = {}  # the outermost call of the model in which each was first met
@@ -87,6 +89,13 @@ class AttentionCapture:
     def change(self, attention: ObservedCall, output: Tensor) -> Tensor:
         """Called after `see` if `changes`: the outputs (B, H, N, E) of the heads, or others to replace them."""
         return output
+
+    def layer_plan(self, attention: ObservedCall, mask: Any) -> Any:
+        """Called after `see` if `plans_layers`: what `see_by_plan` needs for layers like this one; None if each of them
+        has to be described. `mask`: what the layer was called with, which must live as long as the plan."""
+
+    def see_by_plan(self, plan: Any, frame: Frame, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """Called in place of `see` for a layer like one before: its output (B, H, N, E); None if it is not wanted."""
 
     def not_seen(self, name: str, reason: str) -> None:
         """Called for a layer whose attention could not be read. The first reason for a layer is kept."""
@@ -119,6 +128,7 @@ class AttentionCapture:
         self.projections.expected.clear()
         self.handwritten.clear()
         self.streams.clear()
+        self.layer_plans.clear()
         self.frames.forget_callbacks()  # else a cycle keeps what was recorded in memory until garbage is collected
         del self.attend_observer.capture, self.projections.capture, self.handwritten.capture
 
@@ -177,13 +187,8 @@ class AttentionCapture:
         attention.ids = ids.to(attention.device) if ids is not None and fits else None
         attention.input = frame.input(shape[0], shape[2]) if self.needs_output else None
         call = attention.call
-        if (
-            self.computes
-            and call is not None
-            and call.q.numel() >= LARGE
-            and id(frame.module) in self.frames.tree.steady
-        ):
-            attention.steady = frame.made(call.q, call.k, call.v)
+        if self.computes and call is not None:
+            attention.steady = layer_plans.is_steady(self, frame, call.q, call.k, call.v)
         return attention
 
     def report(self, frame: Frame, attention: ObservedCall, output: Tensor) -> Tensor:
@@ -240,6 +245,10 @@ class AttentionCapture:
     # Modules that begin and end
 
     def _module_began(self, frame: Frame) -> None:
+        if frame.parent is None:
+            self.layer_plans.clear()
+        elif self.closed.is_running:  # (torch functions are not followed in it)
+            return
         with torch._C.DisableTorchFunction():
             ids = frame.token_ids()
         if len(ids) > 1:  # of a source and a target, for example

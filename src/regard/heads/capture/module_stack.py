@@ -101,12 +101,21 @@ class Frame:
     def made(self, *tensors: Tensor) -> bool:
         """Whether tensors are known to be made within this call and held by nobody else: they are no parts of its
         inputs, among which is no cache, and they fill the memory that they are in."""
-        given = [x for x in (*self.args, *self.kwargs.values()) if x is not None]
-        if not all(isinstance(x, (Tensor, bool, int, float, str, tuple, Mask)) for x in given):
+        memory: dict[int, int] = {}  # bytes by the address of each storage
+        used = 0
+        for x in tensors:
+            storage = x.untyped_storage()
+            memory[storage.data_ptr()] = storage.nbytes()
+            used += x.nbytes
+        if sum(memory.values()) != used:
             return False
-        memory = {storage.data_ptr(): storage for storage in [x.untyped_storage() for x in tensors]}
-        full = sum(storage.nbytes() for storage in memory.values()) == sum(x.nbytes for x in tensors)
-        return full and not any(isinstance(x, Tensor) and x.untyped_storage().data_ptr() in memory for x in given)
+        for x in (*self.args, *self.kwargs.values()):
+            if isinstance(x, Tensor):
+                if x.untyped_storage().data_ptr() in memory:
+                    return False
+            elif x is not None and not isinstance(x, (bool, int, float, str, tuple, Mask)):
+                return False
+        return True
 
     def looks_elsewhere(self) -> bool | None:
         """Whether this is cross attention, by the arguments of the call; None if they do not tell."""
@@ -114,6 +123,15 @@ class Frame:
             return None
         first, others = self._inputs()
         return any(not same_input(first, other) for other in others)
+
+    def has_one_input(self) -> bool:
+        """Whether the call is known to be given one input alone, so that it is self attention: no parameter that keys
+        and values could be made of has a value, and heads are not among its arguments."""
+        forward = type(self.module).forward
+        names = _other_inputs(forward)
+        if len(self.args) > 1 and (names or "hidden_states" not in _parameters(forward)):
+            return False
+        return not names or all(self.kwargs.get(name) is None for name in names)
 
     def joins(self, length: int) -> bool:
         """Whether so many tokens are those of all inputs (B, n, W) together: text and image as one sequence."""

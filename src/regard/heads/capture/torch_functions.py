@@ -9,7 +9,7 @@ Letters: B batch, H query heads, N queries, M keys, D head width of q and k, E h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from regard.attention import attend
 from regard.cache import RollingCache
 from regard.errors import bad_value
-from regard.heads.capture import large_calls, registry
+from regard.heads.capture import large_calls, layer_plans, registry
 from regard.heads.capture.flash import from_varlen
 from regard.heads.capture.flex import from_flex, learned_by
 from regard.heads.capture.head_axes import HeadAxes, reorder_mask
@@ -170,8 +170,10 @@ class AttendObserver:
     capture: AttentionCapture
     frame: Frame | None = None  # the innermost that is running, if it is not given
     stream: Tensor | None = None  # the token ids of the queries, if they are followed
+    key: Hashable | None = None  # of the layer's plan, between `repeat` and `attention`
 
     def attention(self, call: Call, compute: Callable[[], Tensor], kernel: str) -> Tensor:
+        key, self.key = self.key, None
         frame = self.frame or self.capture.frames.current()
         if frame is None or self.capture.inside_attention:
             return compute()
@@ -190,7 +192,18 @@ class AttendObserver:
         if out is not None:
             return self.capture.report(frame, attention, out)
         computed = self.capture.compute(frame, attention, any_row=True)
-        return compute() if computed is None else computed  # (None: the layer was not asked for)
+        if computed is None:
+            return compute()  # the layer was not asked for
+        layer_plans.keep(self.capture, key, attention)
+        return computed
+
+    def repeat(self, q: Tensor, k: Tensor, v: Tensor, kernel: str, options: Mapping[str, Any]) -> Tensor | None:
+        """A layer like one before."""
+        frame = self.capture.frames.current() if self.frame is None and kernel == "auto" else None
+        if frame is None:
+            return None
+        self.key = layer_plans.attend_key(self.capture, frame, (q, k, v), options)
+        return None if self.key is None else layer_plans.by_plan(self.capture, frame, self.key, q, k, v)
 
     def difference(self, first: Call, second: Call, factor: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """Two attentions to the same values, one subtracted from the other: observed as one."""

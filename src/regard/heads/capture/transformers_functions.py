@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from regard.attention import prepare
 from regard.errors import bad_value
-from regard.heads.capture import huggingface, large_calls
+from regard.heads.capture import huggingface, large_calls, layer_plans
 from regard.heads.capture.flash import from_flash, paged
 from regard.heads.capture.flex import FlexMask
 from regard.heads.capture.huggingface import Implementation
@@ -87,6 +87,13 @@ def capture_function(
     kwargs: dict[str, Any],
 ) -> Any:
     """Compute the attention of a module of transformers, and report it."""
+    key = None
+    if how.trusted and capture.closed.is_running:
+        frame = capture.frames.current(module)
+        key = None if frame is None else layer_plans.transformers_key(capture, frame, args, kwargs)
+        heads = None if key is None or frame is None else layer_plans.by_plan(capture, frame, key, *args[:3])
+        if heads is not None:
+            return heads.transpose(1, 2).contiguous(), None
     with torch._C.DisableTorchFunction():
         arguments = _Arguments.of(module, args, kwargs)
         arguments.check(how)
@@ -99,6 +106,8 @@ def capture_function(
                 call = next(candidates)
         attention = _compute(capture, call, arguments) if one_pass else None
     if attention is not None:
+        if attention.result is not None:
+            layer_plans.keep(capture, key, attention.attention, arguments.mask)
         return _result(capture, attention, arguments, compute)
     certain = how.trusted or bool(arguments.options.get("dropout"))
     if how.masks == "eager" and _can_skip_weights(capture, call, arguments.options):

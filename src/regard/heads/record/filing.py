@@ -16,28 +16,72 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
 
 from regard.heads.capture.cache_tracking import SequenceTracker, trimmed
 from regard.heads.capture.observed import ObservedCall, Subtracted
 from regard.heads.module_names import applies_rotary
+from regard.heads.record.chunk_plane import usable
 from regard.heads.record.layer_record import LayerRecord
 from regard.heads.record.sequences import Chunk, Difference, MeasuredLater, SequenceRecord, measured_later, sees_all
 from regard.heads.record.shared_planes import SharedPlane, SharedPlanes
-from regard.kernels import Call
-from regard.measures import Measure, Measurements
+from regard.kernels import Call, measured_plans, native
+from regard.measures import Measure, Measurements, MeasureRun, Plane
 
-__all__ = ["Filing"]
+__all__ = ["Filing", "LayerPlan"]
 
 MOST_FOR_ROLES = 2**23  # numbers of q, k and v of a text in a layer that are kept for `roles` if nothing is to be kept
 
 
-@dataclass
+@dataclass(slots=True)
+class LayerPlan:
+    """A call that was seen, as others of the same forward are that differ in their layer and numbers alone."""
+
+    attention: ObservedCall  # without q, k and v
+    shared: SharedPlane
+    measures: list[Measure]
+    plane: Plane
+    measured: measured_plans.MeasuredPlan
+    mask: Any  # what the key has by its id
+
+    def is_valid(self) -> bool:
+        """Whether it can be computed."""
+        return self.measured.is_valid()
+
+
+@dataclass(slots=True)
 class _Waiting:
     """A call that was measured, and is to be filed: with tensors of its own."""
 
     attention: ObservedCall
     shared: SharedPlane
     measurements: MeasuredLater
+    forward: int
+
+
+@dataclass(slots=True)
+class _WaitingByPlan:
+    """The same of a call that is like another one."""
+
+    plan: LayerPlan
+    layer: str
+    module: nn.Module
+    forward: int
+    tensors: tuple[Tensor, Tensor, Tensor]  # q, k, v
+    lse: Tensor
+    block: Tensor  # its statistics
+
+    def described(self) -> _Waiting:
+        """It as if it had been described when it was seen."""
+        plan, like = self.plan, self.plan.attention
+        assert like.call is not None
+        attention = ObservedCall(
+            self.layer, self.module, self.forward, like.kind, like.call.of(*self.tensors), ids=like.ids
+        )
+        attention.padding = like.padding
+        run = MeasureRun(plan.measures, plan.plane)
+        native.hand_over(plan.measured.statistics, self.block, run)
+        return _Waiting(attention, plan.shared, MeasuredLater(run, self.lse), self.forward)
 
 
 class Filing:
@@ -62,7 +106,7 @@ class Filing:
         self.planes = SharedPlanes()
         self.saved: dict[str, Any] = {}  # snapshots of layers before the outermost call `saved_in`
         self.saved_in = -1
-        self.waiting: list[_Waiting] = []
+        self.waiting: list[_Waiting | _WaitingByPlan] = []
         self.lock = threading.RLock()  # several threads may read a record
         self.over = False  # whether the watch has ended
         self.most_for_roles = MOST_FOR_ROLES
@@ -99,11 +143,12 @@ class Filing:
         with self.lock, torch.no_grad(), torch._C.DisableTorchFunction():
             waiting, self.waiting = self.waiting, []
             for one in waiting:
-                self._file(one.attention, one.shared, one.measurements, own=True)
+                call = one.described() if isinstance(one, _WaitingByPlan) else one
+                self._file(call.attention, call.shared, call.measurements, own=True)
 
     def failed(self, forward: int) -> None:
         """An outermost call raised: forget what it read."""
-        self.waiting = [one for one in self.waiting if one.attention.forward != forward]
+        self.waiting = [one for one in self.waiting if one.forward != forward]
         self.file_waiting()
         self.tracker.failed(forward)
         if self.saved_in != forward:
@@ -120,11 +165,7 @@ class Filing:
         """Measure a call that may be filed later; None if it may not."""
         call = attention.call
         fresh = None if call is None else shared.fresh.get(call.q.shape[1])
-        if fresh is None or call is None or attention.cache is not None or attention.gather_heads is not None:
-            return None
-        if attention.subtracted is not None:
-            return None
-        if _numbers(attention) > self.most_for_roles or not self.is_wanted(attention.layer):
+        if fresh is None or call is None or not self._may_wait(attention):
             return None
         measurements = measured_later(attention, self.measures, fresh)
         if not isinstance(measurements, MeasuredLater):
@@ -134,8 +175,37 @@ class Filing:
         ids = shared.own_ids(attention.ids)
         later = ObservedCall(attention.layer, attention.module, attention.forward, attention.kind, own, ids=ids)
         later.padding = shared.padding
-        self.waiting.append(_Waiting(later, shared, measurements))
+        self.waiting.append(_Waiting(later, shared, measurements, attention.forward))
         return measurements
+
+    def plan(self, attention: ObservedCall, mask: Any) -> LayerPlan | None:
+        """After `see`: a plan for layers like this one, which may be filed later; None if they have to be described.
+        (A query that sees nothing is for each function to handle: then there is none.)"""
+        call, shared = attention.call, self.planes.of(attention)
+        fresh = None if call is None else shared.fresh.get(call.q.shape[1])
+        if call is None or fresh is None or not self._may_wait(attention):
+            return None
+        measures = usable(self.measures, fresh)
+        measured = measured_plans.plan_of(call, MeasureRun(measures, fresh), output=True)
+        if measured is None:
+            return None
+        like = ObservedCall(attention.layer, attention.module, attention.forward, attention.kind)
+        like.ids, like.padding = attention.ids, shared.padding
+        nothing = call.q.new_empty(0)
+        like.call = call.of(nothing, nothing, nothing)
+        return LayerPlan(like, shared, measures, fresh, measured, mask)
+
+    def see_by_plan(
+        self, plan: LayerPlan, layer: str, module: nn.Module, forward: int, q: Tensor, k: Tensor, v: Tensor, own: bool
+    ) -> Tensor | None:
+        """Measure and compute a call like another one, to be filed later: its output. None if it is not wanted. `own`:
+        nobody writes over its tensors."""
+        if not self.is_wanted(layer):
+            return None
+        out, lse, block = plan.measured.compute(q, k, v)
+        tensors = (q, k, v) if own else (q.clone(), k.clone(), v.clone())
+        self.waiting.append(_WaitingByPlan(plan, layer, module, forward, tensors, lse, block))
+        return out
 
     def _file(
         self,
@@ -177,6 +247,11 @@ class Filing:
         _add(layer.uniform, _uniform_sequence(layer.uniform, text, goes_on), uniform, goes_on, again)
         _add(layer, text, piece, goes_on, again)
         return measurements
+
+    def _may_wait(self, attention: ObservedCall) -> bool:
+        """Whether a call may be filed later, if others like it may."""
+        plain = attention.cache is None and attention.gather_heads is None and attention.subtracted is None
+        return plain and _numbers(attention) <= self.most_for_roles and self.is_wanted(attention.layer)
 
     def _others_may_wait(self, attention: ObservedCall, goes_on: bool, total: int) -> bool:
         """Whether calls like this one may be filed later: each is a whole text, and is kept for `roles` alone."""

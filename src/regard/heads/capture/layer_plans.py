@@ -1,0 +1,107 @@
+"""Layers of one forward that are alike: what was checked and found for one of them holds for the next.
+
+Most of what a watched layer costs in a short text is not its attention: what kind of attention it is, which tokens it
+reads, what there is to measure and where results go. All of that is the same for the next layer with the same class of
+module, sizes, options, mask and token ids. So the first of them leaves a plan (`Filing.plan`), and those that follow
+have their key looked up, and are computed and kept (`Filing.see_by_plan`).
+
+    out = by_plan(capture, frame, key, q, k, v)       where there is a plan: the output (B, H, N, E)
+    keep(capture, key, attention)                     else, after `see`: make one
+
+Plans last for one call of the model: then token ids and masks are others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, is_grad_enabled
+from torch import get_num_threads as num_threads
+from torch._C import _is_any_autocast_enabled as any_autocast  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C import _len_torch_function_stack as function_modes
+
+from regard.heads.capture.huggingface import number_of_observers
+from regard.heads.capture.module_stack import Frame
+from regard.heads.capture.observed import ObservedCall
+from regard.kernels import native_library, plans
+from regard.tracing import is_eager, traced
+
+if TYPE_CHECKING:
+    from regard.heads.capture.capture import AttentionCapture
+
+__all__ = ["attend_key", "by_plan", "is_steady", "keep", "transformers_key"]
+
+LARGE = 2**14  # numbers of q from which on it is worth to know whether copies are needed
+
+
+def attend_key(
+    capture: AttentionCapture, frame: Frame, tensors: tuple[Tensor, Tensor, Tensor], options: Mapping[str, Any]
+) -> Hashable | None:
+    """The key of an `attend` that `kernels.plans` could repeat; None if it has no plan."""
+    others = plans.options_key(options, learns=False)
+    return None if others is None else _key(capture, frame, tensors, others)
+
+
+def transformers_key(
+    capture: AttentionCapture, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Hashable | None:
+    """The key of a call of transformers' own sdpa function; None if it has no plan."""
+    if len(args) != 4 or function_modes() or any_autocast() or not is_eager():
+        return None
+    q, k, v, mask = args
+    if traced(q, k, v) or not (q.is_cpu and k.is_cpu and v.is_cpu) or (mask is not None and type(mask) is not Tensor):
+        return None
+    given = kwargs.get
+    if given("dropout") or not (given("softcap") is given("position_bias") is given("cache") is None):
+        return None
+    scale = given("scaling")
+    if scale is not None and type(scale) is not float:
+        return None
+    causal = getattr(frame.module, "is_causal", None), given("is_causal")
+    return _key(capture, frame, (q, k, v), (id(mask), scale, *causal))  # (the plan keeps the mask alive)
+
+
+def _key(
+    capture: AttentionCapture, frame: Frame, tensors: tuple[Tensor, Tensor, Tensor], others: tuple[Any, ...]
+) -> Hashable | None:
+    q, k, v = tensors
+    if (
+        not capture.plans_layers
+        or number_of_observers() != 1
+        or capture.inside_attention
+        or capture.streams.on
+        or not frame.has_one_input()
+        or "cu_seqlens" in frame.kwargs
+        or (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))
+    ):
+        return None
+    sizes = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype
+    cache = type(frame.kwargs.get("cache"))
+    return type(frame.module), cache, sizes, others, num_threads(), native_library.instruction_set
+
+
+def by_plan(capture: AttentionCapture, frame: Frame, key: Hashable, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+    """The output (B, H, N, E) of a layer like one before, seen and computed; None if there is no plan for it."""
+    plan = capture.layer_plans.get(key)
+    if plan is None or not plan.is_valid() or capture.frames.ids(q.shape[0], q.shape[2]) is not plan.attention.ids:
+        return None
+    out = capture.see_by_plan(plan, frame, q, k, v)
+    if out is not None:
+        frame.tell()
+        capture.reported.add(frame.name)
+    return out
+
+
+def keep(capture: AttentionCapture, key: Hashable | None, attention: ObservedCall, mask: Any = None) -> None:
+    """Make a plan of an attention that was seen and computed. `mask`: what must live as long as the plan."""
+    if key is not None and key not in capture.layer_plans:
+        capture.layer_plans[key] = capture.layer_plan(attention, mask)
+
+
+def is_steady(capture: AttentionCapture, frame: Frame, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether nobody will write over q, k and v, as far as it is known. Small ones are not asked about: it is quicker
+    to copy them."""
+    if q.numel() < LARGE or id(frame.module) not in capture.frames.tree.steady:
+        return False
+    return frame.made(q, k, v)

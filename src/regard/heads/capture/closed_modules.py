@@ -8,14 +8,13 @@ capture is off while such a module runs (`model_tree.py` finds them), and an obs
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import torch
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from regard.heads.capture.module_stack import Frame
-from regard.kernels import observed_by
+from regard.kernels.run import observers
 
 if TYPE_CHECKING:
     from regard.kernels.run import Observer
@@ -28,7 +27,8 @@ class ClosedModules:
 
     def __init__(self, ids: frozenset[int]) -> None:
         self._ids = ids
-        self._running: tuple[Frame, ExitStack] | None = None
+        # The outermost closed call, the mode that is off, and who observed `attend` before
+        self._running: tuple[Frame, TorchFunctionMode, tuple[Observer, ...]] | None = None
 
     @property
     def is_running(self) -> bool:
@@ -41,11 +41,10 @@ class ClosedModules:
             return
         if torch._C._len_torch_function_stack() != 1 or torch._C._get_function_stack_at(0) is not mode:
             return
-        stack = ExitStack()
         _pop_mode()
-        stack.callback(_push_mode, mode)
-        stack.enter_context(observed_by(observer))
-        self._running = frame, stack
+        before = observers.stack
+        observers.stack = (*before, observer)
+        self._running = frame, mode, before
 
     def ended(self, frame: Frame) -> bool:
         """A module call ended: switch the mode on again, if it was switched off for it. Returns whether it was."""
@@ -57,5 +56,6 @@ class ClosedModules:
     def leave(self) -> None:
         """Switch the mode on again."""
         if self._running is not None:
-            stack, self._running = self._running[1], None
-            stack.close()
+            _, mode, before = self._running
+            self._running, observers.stack = None, before
+            _push_mode(mode)

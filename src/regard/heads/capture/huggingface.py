@@ -143,11 +143,13 @@ def _masks_made_by(make: Callable[..., Any]) -> str:
 
 def _wrapper(how: Implementation, original: Function) -> Function:
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        owners = [observer for observer in _OBSERVERS[:] if observer.owns(module)]
         compute = original
-        for observer in observers():  # the innermost is called first, and calls the others
-            if observer.owns(module):
-                compute = _around(observer, compute, how)
-        return compute(module, *args, **kwargs)
+        for observer in owners[:-1]:  # the innermost is called first, and calls the others
+            compute = _around(observer, compute, how)
+        if not owners:
+            return compute(module, *args, **kwargs)
+        return owners[-1].through(compute, how, module, *args, **kwargs)
 
     return attention
 

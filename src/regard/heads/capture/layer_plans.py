@@ -19,13 +19,17 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, is_grad_enabled
 from torch import get_num_threads as num_threads
 from torch._C import _is_any_autocast_enabled as any_autocast  # pyright: ignore[reportAttributeAccessIssue]
+from torch._C import _is_tracing as is_tracing
+from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch._C import _len_torch_function_stack as function_modes
+from torch._C._functorch import peek_interpreter_stack as transformation  # pyright: ignore[reportMissingModuleSource]
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from regard.heads.capture.huggingface import number_of_observers
 from regard.heads.capture.module_stack import Frame
 from regard.heads.capture.observed import ObservedCall
 from regard.kernels import native_library, plans
-from regard.tracing import is_eager, traced
 
 if TYPE_CHECKING:
     from regard.heads.capture.capture import AttentionCapture
@@ -47,10 +51,21 @@ def transformers_key(
     capture: AttentionCapture, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Hashable | None:
     """The key of a call of transformers' own sdpa function; None if it has no plan."""
-    if len(args) != 4 or function_modes() or any_autocast() or not is_eager():
+    if (
+        len(args) != 4
+        or is_compiling()
+        or function_modes()
+        or dispatch_modes()
+        or transformation() is not None
+        or is_tracing()
+        or any_autocast()
+        or forward_ad._current_level >= 0
+    ):
         return None
     q, k, v, mask = args
-    if traced(q, k, v) or not (q.is_cpu and k.is_cpu and v.is_cpu) or (mask is not None and type(mask) is not Tensor):
+    if not (type(q) is type(k) is type(v) is Tensor and (mask is None or type(mask) is Tensor)):
+        return None
+    if not (q.is_cpu and k.is_cpu and v.is_cpu) or q.is_neg() or k.is_neg() or v.is_neg():
         return None
     given = kwargs.get
     if given("dropout") or not (given("softcap") is given("position_bias") is given("cache") is None):

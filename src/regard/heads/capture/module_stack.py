@@ -153,12 +153,8 @@ class Frame:
     def token_ids(self) -> list[Tensor]:
         """Integer inputs (B, n) that may be token ids."""
         if self._ids is None:
-            self._ids = []
-            for x in (*self.args, *self.kwargs.values()):
-                if _is_ids(x):  # as of few modules
-                    named = [(name, x) for name, x in self.named().items() if _is_ids(x)]
-                    self._ids = [x for name, x in named if not any(word in name for word in NOT_TOKEN_IDS)]
-                    break
+            by_name = self.named() if any([_is_ids(x) for x in self.args]) else self.kwargs
+            self._ids = [x for name, x in by_name.items() if _is_ids(x) and _may_name_ids(name)]
         return self._ids
 
 
@@ -172,7 +168,15 @@ def same_input(a: object, b: object) -> bool:
 
 
 def _is_ids(x: object) -> bool:
-    return isinstance(x, Tensor) and x.dim() == 2 and x.dtype in (torch.int64, torch.int32)
+    return isinstance(x, Tensor) and x.dtype in _INTEGERS and x.dim() == 2
+
+
+_INTEGERS = (torch.int64, torch.int32)
+
+
+@lru_cache(maxsize=1024)
+def _may_name_ids(name: str) -> bool:
+    return not any(word in name for word in NOT_TOKEN_IDS)
 
 
 def in_backward() -> bool:
@@ -333,7 +337,7 @@ class ModuleStack:
         checkpointed layer is recomputed in the backward pass."""
         if not self.stack or get_ident() != self.thread or in_backward():
             return None
-        if module is None:
+        if module is None or self.stack[-1].module is module:
             return self.stack[-1]
         return next((frame for frame in reversed(self.stack) if frame.module is module), None)
 

@@ -76,6 +76,8 @@ class Plane:
 
     def without_values(self) -> Plane:
         """The same plane without values and output projection, which shares with this one."""
+        if self.values is None and self.out_weight is None:
+            return self
         return replace(self, values=None, out_weight=None).sharing(self._shared)
 
     def reserve_rows(self, count: int) -> None:

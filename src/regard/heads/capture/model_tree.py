@@ -65,10 +65,6 @@ class _Known:
             return None
         own = module.__dict__
         children = own["_modules"]
-        if self.is_bare:  # most are
-            hooks = own["_forward_hooks"]
-            bare = not (children or hooks or own["_forward_pre_hooks"] or "forward" in own)
-            return module if bare and id(hooks) == self.hooks else None
         if len(children) != len(self.ids) or id(own["_forward_hooks"]) != self.hooks:
             return None
         if children and (tuple(children) != self.children or tuple(map(id, children.values())) != self.ids):
@@ -93,8 +89,15 @@ class _Entry:
         """The tree, if nothing has changed."""
         modules: list[nn.Module] = []
         for known in self.modules:
-            module = known.still()
-            if module is None:
+            module: Any = known.module()
+            if known.is_bare and module is not None:  # as most are: written out, for there are hundreds of them
+                own = module.__dict__
+                hooks = own["_forward_hooks"]
+                if own["_modules"] or hooks or own["_forward_pre_hooks"] or "forward" in own:
+                    return None
+                if type(module) is not known.kind or id(hooks) != known.hooks:
+                    return None
+            elif known.still() is None:
                 return None
             modules.append(module)
         if not all(code.is_valid() for code in self.codes) or _global_hooks():

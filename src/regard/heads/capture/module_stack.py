@@ -153,7 +153,7 @@ class Frame:
     def token_ids(self) -> list[Tensor]:
         """Integer inputs (B, n) that may be token ids."""
         if self._ids is None:
-            by_name = self.named() if any([_is_ids(x) for x in self.args]) else self.kwargs
+            by_name = self.named() if any(map(_is_ids, self.args)) else self.kwargs
             self._ids = [x for name, x in by_name.items() if _is_ids(x) and _may_name_ids(name)]
         return self._ids
 
@@ -344,7 +344,7 @@ class ModuleStack:
     def scripted(self) -> list[tuple[str, torch.jit.ScriptModule]]:
         """The outermost torch.jit modules, by name, in modules that were called: hooks do not see into them."""
         scripted: list[tuple[str, torch.jit.ScriptModule]] = []
-        if not any(isinstance(module, torch.jit.ScriptModule) for module in self.modules):
+        if len(self.tree.can_be_hooked) == len(self.modules):
             return scripted
         for name, module in self.root.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):

@@ -24,7 +24,7 @@ __all__ = ["chunk_plane", "known_of_padding", "usable"]
 
 def chunk_plane(attention: ObservedCall, text: SequenceRecord, numbers: Tensor) -> Plane:
     """What is known of one attention call, whose keys are tokens `numbers` (M,) of the sequence: its sizes, positions,
-    token ids and padding."""
+    token ids and padding. (Neither values nor the output projection.)"""
     batch, heads, n, m = attention.shape
     ids = None
     last = text.total - 1 if attention.numbers is None else int(numbers[-1])
@@ -41,7 +41,7 @@ def chunk_plane(attention: ObservedCall, text: SequenceRecord, numbers: Tensor) 
         queries = torch.arange(first, first + n, device=weights.device)[None]
         dtype = torch.promote_types(weights.dtype, torch.float32)
         return Plane(batch, heads, n, m, queries, numbers[None], dtype, numbers=numbers, **known)
-    plane = replace(plane_of(call), values=call.v, out_weight=attention.out_weight, **known)
+    plane = replace(plane_of(call), **known)
     if attention.kind == "self" and (text.pieces or attention.numbers is not None):
         # positions that were passed to the call are right (texts of several lengths), unless a cache renumbers them
         given = call.positions is not None and attention.numbers is None

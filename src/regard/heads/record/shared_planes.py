@@ -66,8 +66,7 @@ class SharedPlane:
         key = (*_history(text), heads)
         plane = self.planes.get(key)
         if plane is None:
-            plane = chunk_plane(attention, text, numbers)
-            plane = self.planes[key] = replace(plane, values=None, out_weight=None).sharing(plane.shared)
+            plane = self.planes[key] = chunk_plane(attention, text, numbers)
         call = attention.call
         if call is None or not with_values:
             return plane

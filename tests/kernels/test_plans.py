@@ -225,7 +225,7 @@ def test_no_tensor_is_kept_alive() -> None:
     tensors = [*heads(5), torch.tensor([3, 5]), torch.zeros(4)]
     for _ in range(3):
         out = regard.attend(*tensors[:3], mask=Padding(lengths=tensors[3]), sinks=tensors[4])
-        learning = regard.attend(q, k, v, mask=Causal())
+        learning = regard.attend(q, k, v, mask=Causal() & Padding(lengths=tensors[3]))
     alive = [weakref.ref(x) for x in (*tensors, q, k, v, out, learning)]
     del tensors, q, k, v, out, learning
     gc.collect()
@@ -377,6 +377,47 @@ def test_gradients_of_a_plan(planned: list[bool]) -> None:
     frozen = regard.attend(q.detach(), k, v.detach(), mask=Causal())
     (gradient,) = torch.autograd.grad(frozen, k, down)
     assert equal(gradient, expected[1])
+
+
+@pytest.mark.parametrize("masks", ["padding", "keep", "causal and padding"])
+@pytest.mark.parametrize("threads_change", [False, True])
+def test_the_mask_lives_until_the_backward_pass(masks: str, threads_change: bool, planned: list[bool]) -> None:
+    """Its tensors are in a plan by their addresses; the graph has them."""
+
+    def mask() -> regard.masks.Mask:
+        padding = Padding(lengths=torch.tensor([67, 41]))
+        keep = Keep(torch.rand(2, 1, 67, 67, generator=torch.Generator().manual_seed(0)) > 0.3)
+        return {"padding": padding, "keep": keep, "causal and padding": Causal() & padding}[masks]
+
+    q, k, v = heads(67, requires_grad=True)
+    down, threads = torch.randn(2, 4, 67, 8), torch.get_num_threads()
+    expected = torch.autograd.grad(usual(q, k, v, mask=mask()), (q, k, v), down)
+    first = mask()
+    try:
+        torch.set_num_threads(threads + threads_change)
+        regard.attend(q, k, v, mask=first)
+        out = regard.attend(q, k, v, mask=first)
+    finally:
+        torch.set_num_threads(threads)
+    assert planned[-1]
+    del first
+    gc.collect()
+    others = [mask().tensors() for _ in range(8)]  # into the memory of the one that would be gone
+    for tensors in others:
+        for x in tensors:
+            x.zero_()
+    gradients = torch.autograd.grad(out, (q, k, v), down)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+
+
+def test_a_tensor_as_mask_has_no_plan_where_gradients_are_wanted(planned: list[bool]) -> None:
+    q, k, v = heads(5, requires_grad=True)
+    visible = torch.ones(5, 5, dtype=torch.bool).tril()
+    for _ in range(2):
+        out = regard.attend(q, k, v, mask=visible)
+    assert planned == [False, False]
+    expected = usual(q, k, v, mask=visible)
+    assert all(map(equal, torch.autograd.grad(out.sum(), (q, k, v)), torch.autograd.grad(expected.sum(), (q, k, v))))
 
 
 def test_a_checkpoint_may_compute_again_by_a_plan(planned: list[bool]) -> None:

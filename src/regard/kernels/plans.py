@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from regard.kernels.call import Call
 from regard.kernels.lowering import gradient_like, in_rows, lower_mask
 from regard.kernels.operators import first_derivatives_only
 from regard.kernels.precision import fixed_precision
-from regard.masks import And, Causal, Keep, Padding, Window
+from regard.masks import And, Causal, Keep, Mask, Padding, Window
 
 __all__ = ["clear", "keep", "options_key", "repeat"]
 
@@ -61,32 +61,33 @@ class Plan:
     after: bytes
     shape: tuple[int, ...]  # of the output
     strides: tuple[int, ...]
-    learning: Call | None  # where a gradient is wanted: the call, with placeholders for q, k and v
+    learning: Call | None  # where a gradient is wanted: the call without its mask, with placeholders for q, k and v
 
 
 class _Differentiable(torch.autograd.Function):
     """The output of a plan, with gradients of q, k and v."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: Plan, mask: Mask | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = q.new_empty_strided(plan.shape, plan.strides)
         lse = q.new_empty(plan.shape[:3], dtype=torch.float32)
         addresses = pack(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
         library.raise_for(plan.function(plan.before + addresses + plan.after))
         ctx.save_for_backward(out, lse, q, k, v)  # in the order of `operators`: a checkpoint may compare them
-        ctx.plan, ctx.threads = plan, num_threads()
+        ctx.plan, ctx.mask, ctx.threads = plan, mask, num_threads()  # (C reads the mask's tensors again)
         return out
 
     @staticmethod
     def backward(ctx: Any, *d_output: Tensor) -> tuple[Any, ...]:
         out, lse, *learned = ctx.saved_tensors
-        wanted, plan = list(ctx.needs_input_grad[1:]), ctx.plan
+        wanted, plan = list(ctx.needs_input_grad[2:]), ctx.plan
         if ctx.threads == num_threads() and plan.found is library._found and _is_plain(out, *d_output):
-            return None, *_gradients(plan, out, lse, learned, d_output[0], wanted)
+            return None, None, *_gradients(plan, out, lse, learned, d_output[0], wanted)
+        call = replace(plan.learning, mask=ctx.mask).with_learned(learned)
         with fixed_precision(out), torch.no_grad():
-            gradients = native.backward(plan.learning.with_learned(learned), out, lse, d_output[0], wanted)
+            gradients = native.backward(call, out, lse, d_output[0], wanted)
         gradients = iter(first_derivatives_only(native.name, gradients, *d_output, *learned))
-        return None, *(next(gradients) if want else None for want in wanted)
+        return None, None, *(next(gradients) if want else None for want in wanted)
 
 
 def _is_plain(out: Tensor, d_out: Tensor) -> bool:
@@ -164,7 +165,7 @@ def repeat(
     if plan.found is not library._found:
         return None, key
     if plan.learning is not None:
-        return _Differentiable.apply(plan, q, k, v), None  # type: ignore[return-value]
+        return _Differentiable.apply(plan, options.get("mask"), q, k, v), None  # type: ignore[return-value]
     out = q.new_empty_strided(plan.shape, plan.strides)
     status = plan.function(plan.before + pack(*addresses, out.data_ptr(), 0) + plan.after)
     if status:
@@ -185,7 +186,7 @@ def options_key(options: Mapping[str, Any], learns: bool) -> tuple[Any, ...] | N
         elif name == "mask":
             part = _mask_key(value, learns)
         else:
-            part = _tensor_key(value, learns) if name == "sinks" else None
+            part = _tensor_key(value) if name == "sinks" and not learns else None
         if part is None:
             return None
         parts += (name, part)
@@ -201,13 +202,15 @@ def _mask_key(mask: Any, learns: bool) -> tuple[Any, ...] | None:
     if kind is And:
         left, right = _mask_key(mask.left, learns), _mask_key(mask.right, learns)
         return None if left is None or right is None else (And, left, right)
-    tensor = _tensor_key(mask.lengths if kind is Padding else mask.tensor if kind is Keep else mask, learns)
+    if learns and kind is not Padding and kind is not Keep:
+        return None  # (a tensor is made a mask of, which has to live until the backward pass)
+    tensor = _tensor_key(mask.lengths if kind is Padding else mask.tensor if kind is Keep else mask)
     return None if tensor is None else (kind, tensor)
 
 
-def _tensor_key(x: Any, learns: bool) -> tuple[Any, ...] | None:
-    """Of a tensor that C reads where it is. Not for a call that learns: it may be gone before the backward pass."""
-    if learns or type(x) not in _PLAIN or not x.is_cpu or x.layout is not torch.strided or x.is_nested or x.is_neg():
+def _tensor_key(x: Any) -> tuple[Any, ...] | None:
+    """Of a tensor that C reads where it is."""
+    if type(x) not in _PLAIN or not x.is_cpu or x.layout is not torch.strided or x.is_nested or x.is_neg():
         return None
     if x.requires_grad and torch.is_grad_enabled():
         return None
@@ -227,7 +230,7 @@ def _plan_of(call: Call, out: Tensor) -> Plan | None:
         return None
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in call.learned())
     packed = native._packed(call, out, out.new_empty(out.shape[:3], dtype=torch.float32)).call
-    learning = call.with_learned([_NOTHING] * 3) if learns else None
+    learning = replace(call, mask=None).with_learned([_NOTHING] * 3) if learns else None
     before, after = packed[:_FIRST], packed[_LAST:]
     return Plan(found, loaded.handle.regard_attention, before, after, tuple(out.shape), out.stride(), learning)
 

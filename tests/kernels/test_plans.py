@@ -410,6 +410,43 @@ def test_the_mask_lives_until_the_backward_pass(masks: str, threads_change: bool
     assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gradients_of_sinks(frozen: bool, planned: list[bool]) -> None:
+    q, k, v = heads(5, requires_grad=True)
+    sinks, down = torch.randn(4, requires_grad=not frozen), torch.randn(2, 4, 5, 8)
+    learned = (q, k, v) if frozen else (q, k, v, sinks)
+    expected = torch.autograd.grad(usual(q, k, v, mask=Causal(), sinks=sinks), learned, down)
+    for _ in range(3):
+        out = regard.attend(q, k, v, mask=Causal(), sinks=sinks)
+        gradients = torch.autograd.grad(out, learned, down)
+        assert all(equal(a, b) for a, b in zip(gradients, expected, strict=True))
+    assert planned == [False, True, True]
+    (gradient,) = torch.autograd.grad(regard.attend(q, k, v, mask=Causal(), sinks=sinks), learned[-1:], down)
+    assert equal(gradient, expected[-1])
+    with torch.no_grad():
+        sinks.add_(1)  # as an optimiser does
+    assert equal(regard.attend(q, k, v, mask=Causal(), sinks=sinks), usual(q, k, v, mask=Causal(), sinks=sinks))
+    with checkpoint.set_checkpoint_early_stop(False):
+        out = checkpoint.checkpoint(regard.attend, q, k, v, mask=Causal(), sinks=sinks, use_reentrant=False)
+    plans.clear()
+    again = torch.autograd.grad(out, learned, down)
+    right = torch.autograd.grad(usual(q, k, v, mask=Causal(), sinks=sinks), learned, down)
+    assert all(equal(a, b) for a, b in zip(again, right, strict=True))
+    (gradient,) = torch.autograd.grad(
+        regard.attend(q, k, v, mask=Causal(), sinks=sinks).sum(), learned[-1:], create_graph=True
+    )
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        gradient.sum().backward()
+
+
+def test_sinks_alone_have_gradients() -> None:
+    q, k, v = heads(5)
+    sinks = torch.randn(4, requires_grad=True)
+    expected = torch.autograd.grad(usual(q, k, v, sinks=sinks).sum(), sinks)
+    for _ in range(3):
+        assert all(map(equal, torch.autograd.grad(regard.attend(q, k, v, sinks=sinks).sum(), sinks), expected))
+
+
 def test_a_tensor_as_mask_has_no_plan_where_gradients_are_wanted(planned: list[bool]) -> None:
     q, k, v = heads(5, requires_grad=True)
     visible = torch.ones(5, 5, dtype=torch.bool).tril()

@@ -65,15 +65,16 @@ class Plan:
 
 
 class _Differentiable(torch.autograd.Function):
-    """The output of a plan, with gradients of q, k and v."""
+    """The output of a plan, with gradients of q, k and v, and of the sinks (H,) if there are any."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, mask: Mask | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: Plan, mask: Mask | None, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
         out = q.new_empty_strided(plan.shape, plan.strides)
         lse = q.new_empty(plan.shape[:3], dtype=torch.float32)
         addresses = pack(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
         library.raise_for(plan.function(plan.before + addresses + plan.after))
-        ctx.save_for_backward(out, lse, q, k, v)  # in the order of `operators`: a checkpoint may compare them
+        # As `operators` saves them: a checkpoint may compare them.
+        ctx.save_for_backward(out, lse, q, k, v, *(x[None] for x in sinks))
         ctx.plan, ctx.mask, ctx.threads = plan, mask, num_threads()  # (C reads the mask's tensors again)
         return out
 
@@ -87,7 +88,8 @@ class _Differentiable(torch.autograd.Function):
         with fixed_precision(out), torch.no_grad():
             gradients = native.backward(call, out, lse, d_output[0], wanted)
         gradients = iter(first_derivatives_only(native.name, gradients, *d_output, *learned))
-        return None, None, *(next(gradients) if want else None for want in wanted)
+        q, k, v, *sinks = [next(gradients) if want else None for want in wanted]
+        return None, None, q, k, v, *(None if x is None else x[0] for x in sinks)
 
 
 def _is_plain(out: Tensor, d_out: Tensor) -> bool:
@@ -106,14 +108,16 @@ def _is_plain(out: Tensor, d_out: Tensor) -> bool:
 def _gradients(
     plan: Plan, out: Tensor, lse: Tensor, learned: list[Tensor], d_out: Tensor, wanted: list[bool]
 ) -> list[Tensor | None]:
-    """The wanted gradients of q, k and v."""
-    q, k, v = learned
+    """The wanted gradients of q, k, v and the sinks (H,)."""
+    q, k, v = learned[:3]
     d_out = in_rows(d_out)
     addresses = pack(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
-    grads = [gradient_like(x) if want else None for x, want in zip(learned, wanted, strict=True)]
+    grads = [gradient_like(x) if want else None for x, want in zip((q, k, v), wanted, strict=False)]
+    d_sinks = lse.new_empty(lse.shape[:2]) if any(wanted[3:]) else None
     assert plan.found is not None and plan.found[0] is not None
-    plan.found[0].backward(plan.before + addresses + plan.after, native._packed_gradients(d_out, None, grads))
-    return grads
+    gradients = native._packed_gradients(d_out, None, grads, d_sinks=d_sinks)
+    plan.found[0].backward(plan.before + addresses + plan.after, gradients)
+    return grads + [None if d_sinks is None else d_sinks.sum(0)] * len(learned[3:])
 
 
 _plans: dict[Hashable, Plan | None] = {}  # None: such calls have no plan
@@ -165,7 +169,9 @@ def repeat(
     if plan.found is not library._found:
         return None, key
     if plan.learning is not None:
-        return _Differentiable.apply(plan, options.get("mask"), q, k, v), None  # type: ignore[return-value]
+        sinks = options.get("sinks")
+        learned = (q, k, v) if sinks is None else (q, k, v, sinks)
+        return _Differentiable.apply(plan, options.get("mask"), *learned), None  # type: ignore[return-value]
     out = q.new_empty_strided(plan.shape, plan.strides)
     status = plan.function(plan.before + pack(*addresses, out.data_ptr(), 0) + plan.after)
     if status:
@@ -186,7 +192,7 @@ def options_key(options: Mapping[str, Any], learns: bool) -> tuple[Any, ...] | N
         elif name == "mask":
             part = _mask_key(value, learns)
         else:
-            part = _tensor_key(value) if name == "sinks" and not learns else None
+            part = _tensor_key(value, learns) if name == "sinks" else None
         if part is None:
             return None
         parts += (name, part)
@@ -208,11 +214,11 @@ def _mask_key(mask: Any, learns: bool) -> tuple[Any, ...] | None:
     return None if tensor is None else (kind, tensor)
 
 
-def _tensor_key(x: Any) -> tuple[Any, ...] | None:
-    """Of a tensor that C reads where it is."""
+def _tensor_key(x: Any, learns: bool = False) -> tuple[Any, ...] | None:
+    """Of a tensor that C reads where it is. `learns`: its gradient is computed, if it wants one."""
     if type(x) not in _PLAIN or not x.is_cpu or x.layout is not torch.strided or x.is_nested or x.is_neg():
         return None
-    if x.requires_grad and torch.is_grad_enabled():
+    if x.requires_grad and is_grad_enabled() and not learns:
         return None
     return x.data_ptr(), x.shape, x.stride(), x.dtype
 
@@ -230,7 +236,7 @@ def _plan_of(call: Call, out: Tensor) -> Plan | None:
         return None
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in call.learned())
     packed = native._packed(call, out, out.new_empty(out.shape[:3], dtype=torch.float32)).call
-    learning = replace(call, mask=None).with_learned([_NOTHING] * 3) if learns else None
+    learning = replace(call, mask=None).with_learned([_NOTHING] * len(call.learned())) if learns else None
     before, after = packed[:_FIRST], packed[_LAST:]
     return Plan(found, loaded.handle.regard_attention, before, after, tuple(out.shape), out.stride(), learning)
 

@@ -69,6 +69,38 @@ def test_nothing_is_computed_until_it_is_read() -> None:
     assert not is_pending(seen)
 
 
+def waiting(seen: regard.Record) -> list[Any]:
+    assert seen._filing is not None
+    return seen._filing.waiting
+
+
+def uniform(seen: regard.Record) -> list[dict[str, Any]]:
+    return [dict(layer.uniform.values) for layer in seen if layer.uniform is not None]
+
+
+def test_ids_that_are_written_over_before_anything_is_filed_do_not_matter() -> None:
+    model, ids = Model(), torch.randint(0, 5, (B, N))
+    expected = watched(ids.clone())
+    with torch.no_grad(), regard.watch(model) as seen:
+        model(ids)
+        ids.zero_()
+        assert len(waiting(seen)) == 2
+    assert len(uniform(seen)) == 2
+    assert same(uniform(seen), uniform(expected))
+    assert same(read(seen), read(expected))
+    assert torch.equal(seen[0].text.ids, expected[0].text.ids)
+
+
+def test_one_forward_waits_at_most() -> None:
+    """A text that is read again and again must not stay in memory each time."""
+    model, ids = Model(), torch.randint(0, 5, (B, N))
+    with torch.no_grad(), regard.watch(model) as seen:
+        for n in range(3, 8):
+            model(ids[:, :n])
+            assert len(waiting(seen)) == 2
+    assert seen[0].texts == 1
+
+
 def test_ids_that_are_written_over_afterwards_do_not_matter() -> None:
     ids = torch.randint(0, 5, (B, N))
     expected = watched(ids.clone())

@@ -32,7 +32,9 @@ def chunk_plane(attention: ObservedCall, text: SequenceRecord, numbers: Tensor) 
         ids = text.ids
         if text.key_padding is not None:
             ids = ids.expand(batch, -1).masked_fill(text.key_padding[:, : ids.shape[1]], NO_TOKEN)
-    known: dict[str, Any] = {"ids": attention.ids, "text_ids": ids, "key_ids": None if ids is None else ids[:, numbers]}
+    whole = text.ids is not None and not text.pieces and attention.kind == "self" and n == m
+    own_ids = text.ids if whole else attention.ids  # (a model may write over its own)
+    known: dict[str, Any] = {"ids": own_ids, "text_ids": ids, "key_ids": None if ids is None else ids[:, numbers]}
     known |= known_of_padding(text, None if attention.padding is None else attention.padding[:, 0], numbers)
     call, weights = attention.call, attention.weights
     if call is None:

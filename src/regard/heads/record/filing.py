@@ -164,9 +164,13 @@ class Filing:
     ) -> Measurements | MeasuredLater | None:
         """Measure a call that may be filed later; None if it may not."""
         call = attention.call
-        fresh = None if call is None else shared.fresh.get(call.q.shape[1])
-        if fresh is None or call is None or not self._may_wait(attention):
+        if call is None or not self._may_wait(attention):
             return None
+        fresh = shared.fresh.get(call.q.shape[1]) or self._fresh_plane(attention, shared)
+        if fresh is None:
+            return None
+        if self.waiting and self.waiting[-1].forward != attention.forward:
+            self.file_waiting()  # one forward waits at most
         measurements = measured_later(attention, self.measures, fresh)
         if not isinstance(measurements, MeasuredLater):
             self.file_waiting()
@@ -252,6 +256,23 @@ class Filing:
         """Whether a call may be filed later, if others like it may."""
         plain = attention.cache is None and attention.gather_heads is None and attention.subtracted is None
         return plain and _numbers(attention) <= self.most_for_roles and self.is_wanted(attention.layer)
+
+    def _fresh_plane(self, attention: ObservedCall, shared: SharedPlane) -> Plane | None:
+        """The plane of a call that may be filed later, the first of its kind, as if it were the only one: whole texts
+        go on with nothing. None if it has to be filed at once: because others would have to, or because the baseline
+        reads tensors of its mask or positions, which may be written over."""
+        call, total = attention.call, attention.shape[3]
+        assert call is not None
+        if not call.contiguous or not self._others_may_wait(attention, False, total):
+            return None
+        if call.mask is not None and next(call.mask.tensors(), None) is not None:
+            return None
+        text = SequenceRecord(attention.shape[:2])
+        text.ids, text.total = shared.own_ids(attention.ids), total
+        text.place_padding(attention, attention.padding)
+        plane = shared.plane(attention, text, shared.numbers(attention, total), self.needs_values)
+        shared.fresh[attention.shape[1]] = plane
+        return plane
 
     def _others_may_wait(self, attention: ObservedCall, goes_on: bool, total: int) -> bool:
         """Whether calls like this one may be filed later: each is a whole text, and is kept for `roles` alone."""

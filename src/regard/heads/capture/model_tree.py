@@ -97,7 +97,7 @@ class _Entry:
                     return None
                 if type(module) is not known.kind or id(hooks) != known.hooks:
                     return None
-            elif known.still() is None:
+            elif module is None or known.still() is None:
                 return None
             modules.append(module)
         if not all(code.is_valid() for code in self.codes) or _global_hooks():

@@ -214,6 +214,31 @@ def test_where_each_layer_is_described(planned: list[str]) -> None:
     assert planned == []
 
 
+def test_a_call_that_is_refused_is_refused_again() -> None:
+    """Its arguments are not checked yet when its key is known: the next call must not leave its plan there."""
+
+    class Tries(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = regard.MultiHeadAttention(W, H)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                self.layer.softcap = -1.0
+                with pytest.raises(ValueError, match="softcap"):
+                    self.layer(x)
+                self.layer.softcap = None
+                with torch.autocast("cpu"):  # (such calls have no key)
+                    x = x + self.layer(x).float()
+            return x
+
+    model, x = Tries(), torch.randn(B, N, W)
+    out, seen = watched(model, x)
+    assert seen.layers == ["layer", "layer#1", "layer#2"]
+    with torch.no_grad():
+        torch.testing.assert_close(out, model(x), rtol=1e-2, atol=1e-2)
+
+
 def test_a_forward_that_fails(planned: list[str]) -> None:
     def options(i: int) -> dict[str, Any]:
         if fails and i == 2:

@@ -170,10 +170,14 @@ class AttendObserver:
     capture: AttentionCapture
     frame: Frame | None = None  # the innermost that is running, if it is not given
     stream: Tensor | None = None  # the token ids of the queries, if they are followed
-    key: Hashable | None = None  # of the layer's plan, between `repeat` and `attention`
+    pending: tuple[Hashable, Tensor] | None = (
+        None  # between `repeat` and `attention`: the key of a plan, and the queries
+    )
 
     def attention(self, call: Call, compute: Callable[[], Tensor], kernel: str) -> Tensor:
-        key, self.key = self.key, None
+        pending, self.pending = self.pending, None
+        # (another call's, if that was refused in between)
+        key = pending[0] if pending is not None and pending[1] is call.q else None
         frame = self.frame or self.capture.frames.current()
         if frame is None or self.capture.inside_attention:
             return compute()
@@ -202,8 +206,10 @@ class AttendObserver:
         frame = self.capture.frames.current() if self.frame is None and kernel == "auto" else None
         if frame is None:
             return None
-        self.key = layer_plans.attend_key(self.capture, frame, (q, k, v), options)
-        return None if self.key is None else layer_plans.by_plan(self.capture, frame, self.key, q, k, v)
+        key = layer_plans.attend_key(self.capture, frame, (q, k, v), options)
+        out = None if key is None else layer_plans.by_plan(self.capture, frame, key, q, k, v)
+        self.pending = (key, q) if key is not None and out is None else None
+        return out
 
     def difference(self, first: Call, second: Call, factor: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """Two attentions to the same values, one subtracted from the other: observed as one."""

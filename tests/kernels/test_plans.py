@@ -439,6 +439,39 @@ def test_gradients_of_sinks(frozen: bool, planned: list[bool]) -> None:
         gradient.sum().backward()
 
 
+def test_sinks_that_a_checkpoint_computes_again(planned: list[bool]) -> None:
+    """Those of the forward pass are gone by then, and others may be in their memory."""
+    q, k, v = heads(5, requires_grad=True)
+    base = torch.randn(4, requires_grad=True)
+
+    def attend(base: Tensor) -> Tensor:
+        return regard.attend(q, k, v, mask=Causal(), sinks=base * 2.0)
+
+    expected = torch.autograd.grad(usual(q, k, v, mask=Causal(), sinks=base * 2.0).sum(), (q, k, v, base))
+    for _ in range(30):
+        out = checkpoint.checkpoint(attend, base, use_reentrant=False)
+        others = [torch.full((4,), 7.0) for _ in range(50)]
+        gradients = torch.autograd.grad(out.sum(), (q, k, v, base))
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+        del others
+    assert any(planned)
+
+
+@pytest.mark.parametrize("mask", [Causal(), Padding(lengths=torch.tensor([3, 5]))], ids=["causal", "padding"])
+def test_saved_tensors_that_come_back_in_other_strides(mask: regard.masks.Mask, planned: list[bool]) -> None:
+    """As copies from a file do."""
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in heads(5))
+    expected = torch.autograd.grad(usual(q, k, v, mask=mask).sum(), (q, k, v))
+    for _ in range(3):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: x.clone(memory_format=torch.contiguous_format), lambda x: x
+        ):
+            out = regard.attend(q, k, v, mask=mask)
+        gradients = torch.autograd.grad(out.sum(), (q, k, v))
+        assert all(torch.equal(a, b) for a, b in zip(gradients, expected, strict=True))
+    assert planned[-1]
+
+
 def test_sinks_alone_have_gradients() -> None:
     q, k, v = heads(5)
     sinks = torch.randn(4, requires_grad=True)

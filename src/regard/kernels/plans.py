@@ -76,13 +76,15 @@ class _Differentiable(torch.autograd.Function):
         # As `operators` saves them: a checkpoint may compare them.
         ctx.save_for_backward(out, lse, q, k, v, *(x[None] for x in sinks))
         ctx.plan, ctx.mask, ctx.threads = plan, mask, num_threads()  # (C reads the mask's tensors again)
+        ctx.layout = _layout(out, lse, q, k, v, *sinks)
         return out
 
     @staticmethod
     def backward(ctx: Any, *d_output: Tensor) -> tuple[Any, ...]:
         out, lse, *learned = ctx.saved_tensors
         wanted, plan = list(ctx.needs_input_grad[2:]), ctx.plan
-        if ctx.threads == num_threads() and plan.found is library._found and _is_plain(out, *d_output):
+        as_packed = ctx.threads == num_threads() and ctx.layout == _layout(out, lse, *learned)
+        if as_packed and plan.found is library._found and _is_plain(out, *d_output):
             return None, None, *_gradients(plan, out, lse, learned, d_output[0], wanted)
         call = replace(plan.learning, mask=ctx.mask).with_learned(learned)
         with fixed_precision(out), torch.no_grad():
@@ -90,6 +92,12 @@ class _Differentiable(torch.autograd.Function):
         gradients = iter(first_derivatives_only(native.name, gradients, *d_output, *learned))
         q, k, v, *sinks = [next(gradients) if want else None for want in wanted]
         return None, None, q, k, v, *(None if x is None else x[0] for x in sinks)
+
+
+def _layout(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> tuple[Any, ...]:
+    """What a packed call says of these tensors, whose addresses are not written anew. Hooks on saved tensors, such as
+    a checkpoint's, may give others for the backward pass."""
+    return out.stride(), lse.stride(), q.stride(), k.stride(), v.stride(), *[x.data_ptr() for x in sinks]
 
 
 def _is_plain(out: Tensor, d_out: Tensor) -> bool:

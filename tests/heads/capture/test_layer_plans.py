@@ -11,6 +11,7 @@ import torch
 from heads import hf_models
 from heads.hf_models import ZOO
 from torch import Tensor, nn
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import regard
 from regard.heads.capture import layer_plans
@@ -315,3 +316,66 @@ def test_gradients_that_nobody_wants(planned: list[str]) -> None:
         out = model(IDS)
     assert not out.requires_grad
     assert planned == seen.layers[1:]
+
+
+def tiny_llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=W,
+        intermediate_size=29,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=H,
+        num_key_value_heads=1,
+        vocab_size=31,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_a_cache_of_fixed_size(without_plans: Any) -> None:
+    """Its prompt is longer in memory than what the function attends to: keys are cut before they are seen."""
+    model, prompt = tiny_llama(), torch.randint(1, 31, (B, N))
+
+    def read() -> tuple[Tensor, regard.Record]:
+        options: dict[str, Any] = {"cache_implementation": "static", "disable_compile": True, "do_sample": False}
+        with torch.no_grad(), regard.watch(model) as seen:
+            return model.generate(prompt, max_new_tokens=5, **options), seen  # type: ignore[operator]
+
+    out, seen = read()
+    expected, described = without_plans(read)
+    assert torch.equal(out, expected)
+    same(seen, described)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_that_is_written_over_between_layers(dtype: torch.dtype, inference: bool, without_plans: Any) -> None:
+    class Shrinking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            config = BertConfig(hidden_size=W, num_attention_heads=H, intermediate_size=29, num_hidden_layers=LAYERS)
+            config._attn_implementation = "sdpa"
+            self.layers = BertModel(config, add_pooling_layer=False).eval().encoder.layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            mask = torch.empty(B, 1, N, N, dtype=dtype)
+            for i, layer in enumerate(self.layers):
+                hidden = torch.ones(N, N, dtype=torch.bool).triu(i - 1)  # (in the end some queries see nothing)
+                mask.copy_(~hidden if dtype is torch.bool else hidden * -1e9)
+                x = layer(x, attention_mask=mask)
+                x = x if isinstance(x, Tensor) else x[0]
+            return x.nan_to_num()
+
+    model, x = Shrinking(), torch.randn(B, N, W)
+
+    def read() -> tuple[Tensor, regard.Record]:
+        with torch.inference_mode(inference), torch.no_grad(), regard.watch(model) as seen:
+            return model(x), seen
+
+    out, seen = read()
+    expected, described = without_plans(read)
+    assert torch.equal(out, expected)
+    assert seen.layers == described.layers
+    for layer, other in zip(seen, described, strict=True):
+        assert torch.equal(layer.entropy, other.entropy)

@@ -247,12 +247,12 @@ class AttentionCapture:
     def _module_began(self, frame: Frame) -> None:
         if frame.parent is None:
             self.layer_plans.clear()
-        elif self.closed.is_running:  # (torch functions are not followed in it)
-            return
         with torch._C.DisableTorchFunction():
             ids = frame.token_ids()
         if len(ids) > 1:  # of a source and a target, for example
             self.streams.begin(ids)
+        if self.closed.is_running:  # (torch functions are not followed in it)
+            return
         followed = self.streams.on or self.handwritten.waiting or self.handwritten.tracer.origins
         if not followed and not self.inside_attention:
             self.closed.began(frame, self.function_mode, self.attend_observer)

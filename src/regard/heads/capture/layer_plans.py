@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, is_grad_enabled
 from torch import get_num_threads as num_threads
 from torch._C import _is_any_autocast_enabled as any_autocast  # pyright: ignore[reportAttributeAccessIssue]
@@ -73,8 +74,13 @@ def transformers_key(
     scale = given("scaling")
     if scale is not None and type(scale) is not float:
         return None
+    version = 0
+    if mask is not None and not mask.is_inference():
+        version = mask._version
+    elif mask is not None and mask.dtype is not torch.bool:
+        return None  # (it was made a boolean mask of, and nothing tells whether it was written over since)
     causal = getattr(frame.module, "is_causal", None), given("is_causal")
-    return _key(capture, frame, (q, k, v), (id(mask), scale, *causal))  # (the plan keeps the mask alive)
+    return _key(capture, frame, (q, k, v), (id(mask), version, scale, *causal))  # (the plan keeps the mask alive)
 
 
 def _key(
@@ -108,10 +114,21 @@ def by_plan(capture: AttentionCapture, frame: Frame, key: Hashable, q: Tensor, k
     return out
 
 
-def keep(capture: AttentionCapture, key: Hashable | None, attention: ObservedCall, mask: Any = None) -> None:
-    """Make a plan of an attention that was seen and computed. `mask`: what must live as long as the plan."""
-    if key is not None and key not in capture.layer_plans:
-        capture.layer_plans[key] = capture.layer_plan(attention, mask)
+def keep(
+    capture: AttentionCapture,
+    key: Hashable | None,
+    attention: ObservedCall,
+    given: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None = None,
+) -> None:
+    """Make a plan of an attention that was seen and computed, `given` these q, k and v. Without one if its call has
+    others: keys may have been cut. `mask`: the one that was given as a tensor, which must live as long as the plan."""
+    call = attention.call
+    if key is None or key in capture.layer_plans or call is None:
+        return
+    pairs = zip((call.q, call.k, call.v), given, strict=True)
+    as_given = all(a.shape == b.shape and a.data_ptr() == b.data_ptr() for a, b in pairs)
+    capture.layer_plans[key] = capture.layer_plan(attention, mask) if as_given else None
 
 
 def is_steady(capture: AttentionCapture, frame: Frame, q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -129,7 +129,9 @@ class Frame:
         and values could be made of has a value, and heads are not among its arguments."""
         forward = type(self.module).forward
         names = _other_inputs(forward)
-        if len(self.args) > 1 and (names or "hidden_states" not in _parameters(forward)):
+        if not names and "hidden_states" not in _parameters(forward):
+            return not self.is_handed_heads()
+        if names and len(self.args) > 1:
             return False
         return not names or all(self.kwargs.get(name) is None for name in names)
 

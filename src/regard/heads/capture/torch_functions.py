@@ -170,14 +170,13 @@ class AttendObserver:
     capture: AttentionCapture
     frame: Frame | None = None  # the innermost that is running, if it is not given
     stream: Tensor | None = None  # the token ids of the queries, if they are followed
-    pending: tuple[Hashable, Tensor] | None = (
-        None  # between `repeat` and `attention`: the key of a plan, and the queries
-    )
+    # Between `repeat` and `attention`: the key of a plan, and q, k and v
+    pending: tuple[Hashable, tuple[Tensor, Tensor, Tensor]] | None = None
 
     def attention(self, call: Call, compute: Callable[[], Tensor], kernel: str) -> Tensor:
         pending, self.pending = self.pending, None
         # (another call's, if that was refused in between)
-        key = pending[0] if pending is not None and pending[1] is call.q else None
+        key, given = pending if pending is not None and pending[1][0] is call.q else (None, (call.q, call.k, call.v))
         frame = self.frame or self.capture.frames.current()
         if frame is None or self.capture.inside_attention:
             return compute()
@@ -198,7 +197,7 @@ class AttendObserver:
         computed = self.capture.compute(frame, attention, any_row=True)
         if computed is None:
             return compute()  # the layer was not asked for
-        layer_plans.keep(self.capture, key, attention)
+        layer_plans.keep(self.capture, key, attention, given)
         return computed
 
     def repeat(self, q: Tensor, k: Tensor, v: Tensor, kernel: str, options: Mapping[str, Any]) -> Tensor | None:
@@ -208,7 +207,7 @@ class AttendObserver:
             return None
         key = layer_plans.attend_key(self.capture, frame, (q, k, v), options)
         out = None if key is None else layer_plans.by_plan(self.capture, frame, key, q, k, v)
-        self.pending = (key, q) if key is not None and out is None else None
+        self.pending = (key, (q, k, v)) if key is not None and out is None else None
         return out
 
     def difference(self, first: Call, second: Call, factor: Tensor, compute: Callable[[], Tensor]) -> Tensor:

@@ -107,7 +107,8 @@ def capture_function(
         attention = _compute(capture, call, arguments) if one_pass else None
     if attention is not None:
         if attention.result is not None:
-            layer_plans.keep(capture, key, attention.attention, arguments.mask)
+            given = arguments.query, arguments.key, arguments.value
+            layer_plans.keep(capture, key, attention.attention, given, arguments.mask)
         return _result(capture, attention, arguments, compute)
     certain = how.trusted or bool(arguments.options.get("dropout"))
     if how.masks == "eager" and _can_skip_weights(capture, call, arguments.options):

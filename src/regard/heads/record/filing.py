@@ -202,11 +202,13 @@ class Filing:
     def see_by_plan(
         self, plan: LayerPlan, layer: str, module: nn.Module, forward: int, q: Tensor, k: Tensor, v: Tensor, own: bool
     ) -> Tensor | None:
-        """Measure and compute a call like another one, to be filed later: its output. None if it is not wanted. `own`:
-        nobody writes over its tensors."""
+        """Measure and compute a call like another one, to be filed later: its output. None if it is not wanted, or if a
+        query sees nothing by a mask that was given as a tensor. `own`: nobody writes over its tensors."""
         if not self.is_wanted(layer):
             return None
         out, lse, block = plan.measured.compute(q, k, v)
+        if plan.mask is not None and not plan.measured.statistics.sees_all(block):
+            return None  # it was written over since: the model's own function says what such queries get
         tensors = (q, k, v) if own else (q.clone(), k.clone(), v.clone())
         self.waiting.append(_WaitingByPlan(plan, layer, module, forward, tensors, lse, block))
         return out

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import regard
-from regard.heads.capture import capture, layer_plans
+from regard.heads.capture import capture
 from regard.heads.capture.module_stack import Frame
 from regard.kernels import native_library as library
 from regard.masks import Causal
@@ -143,7 +143,7 @@ def test_a_record_can_be_copied_and_pickled_before_it_is_read() -> None:
 
 @pytest.mark.parametrize("steady", [False, True])
 def test_queries_and_keys_of_our_own_layers_are_kept_as_they_are(monkeypatch: Any, steady: bool) -> None:
-    monkeypatch.setattr(layer_plans, "LARGE", 1 if steady else 2**40)
+    monkeypatch.setattr(capture, "LARGE", 1 if steady else 2**40)
     made: list[Tensor] = []
     observed = capture.AttentionCapture.describe
 
@@ -186,7 +186,7 @@ def test_tensors_that_others_hold_are_not_kept_as_they_are() -> None:
 
 
 def test_a_layer_with_a_cache_is_kept_in_copies(monkeypatch: Any) -> None:
-    monkeypatch.setattr(layer_plans, "LARGE", 1)
+    monkeypatch.setattr(capture, "LARGE", 1)
     torch.manual_seed(0)
     layer, cache, x = regard.MultiHeadAttention(W, H), regard.KVCache(), torch.randn(B, N, W)
     with torch.no_grad(), regard.watch(layer) as seen:

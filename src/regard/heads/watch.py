@@ -8,14 +8,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type, bad_value
 from regard.heads.capture.capture import AttentionCapture
-from regard.heads.capture.layer_plans import is_steady
 from regard.heads.capture.module_stack import Frame
 from regard.heads.capture.observed import ObservedCall
 from regard.heads.record.filing import Filing, LayerPlan
@@ -107,13 +106,13 @@ class watch(AttentionCapture):
         """Measure one attention call, as the next chunk of a sequence or as a new sequence."""
         return self.filing.see(attention)
 
-    def layer_plan(self, attention: ObservedCall, mask: Any) -> LayerPlan | None:
+    def layer_plan(self, attention: ObservedCall, mask: Tensor | None) -> LayerPlan | None:
         """A plan for layers like one that was seen and computed."""
         return self.filing.plan(attention, mask)
 
     def see_by_plan(self, plan: LayerPlan, frame: Frame, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """Measure and compute a layer like another one."""
-        own = is_steady(self, frame, q, k, v)
+        own = self.is_steady(frame, q, k, v)
         return self.filing.see_by_plan(plan, frame.name, frame.module, self.frames.forwards, q, k, v, own)
 
     def not_seen(self, name: str, reason: str) -> None:

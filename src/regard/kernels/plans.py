@@ -39,7 +39,7 @@ from regard.kernels.operators import first_derivatives_only
 from regard.kernels.precision import fixed_precision
 from regard.masks import And, Causal, Keep, Mask, Padding, Window
 
-__all__ = ["clear", "keep", "options_key", "repeat"]
+__all__ = ["clear", "keep", "may_repeat", "options_key", "repeat"]
 
 MOST = 512  # plans; when there are more, all are forgotten: one is made again in microseconds
 
@@ -136,12 +136,10 @@ def clear() -> None:
     _plans.clear()
 
 
-def repeat(
-    q: Any, k: Any, v: Any, kernel: Any, options: Mapping[str, Any]
-) -> tuple[Tensor, None] | tuple[None, Hashable | None]:
-    """The output (B, H, N, E) of a call that has a plan; else None and the key for `keep`, which is None where the call
-    has to take the usual way. Runs before every call: written out, for calling a function costs as much as a check."""
-    if (
+def may_repeat(q: Any, k: Any, v: Any) -> bool:
+    """Whether a call of these may be computed by a plan, as far as its options allow it: plain tensors on the CPU, and
+    nobody but the kernel must see the call (modes, compilers, torch.func, autocast, forward gradients)."""
+    return not (
         is_compiling()
         or type(q) not in _PLAIN
         or type(k) not in _PLAIN
@@ -156,8 +154,15 @@ def repeat(
         or q.is_neg()
         or k.is_neg()
         or v.is_neg()
-        or type(kernel) is not str
-    ):
+    )
+
+
+def repeat(
+    q: Any, k: Any, v: Any, kernel: Any, options: Mapping[str, Any]
+) -> tuple[Tensor, None] | tuple[None, Hashable | None]:
+    """The output (B, H, N, E) of a call that has a plan; else None and the key for `keep`, which is None where the call
+    has to take the usual way. Runs before every call."""
+    if not may_repeat(q, k, v) or type(kernel) is not str:
         return None, None
     if run.observers.stack:
         return run.repeat_observed(q, k, v, kernel, options), None  # type: ignore[return-value]

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import bad_type
-from regard.heads.capture import huggingface, layer_plans, unseen, windows
+from regard.heads.capture import huggingface, unseen, windows
 from regard.heads.capture.closed_modules import ClosedModules
 from regard.heads.capture.eager_mode import eager_mode
 from regard.heads.capture.function_modes import CaptureMode, follow_other_thread
@@ -48,6 +48,8 @@ from regard.kernels.run import run_unobserved
 from regard.tracing import is_eager, traced
 
 __all__ = ["AttentionCapture"]
+
+LARGE = 2**14  # numbers of q from which on it is worth to know whether copies are needed
 
 
 class AttentionCapture:
@@ -90,9 +92,9 @@ class AttentionCapture:
         """Called after `see` if `changes`: the outputs (B, H, N, E) of the heads, or others to replace them."""
         return output
 
-    def layer_plan(self, attention: ObservedCall, mask: Any) -> Any:
+    def layer_plan(self, attention: ObservedCall, mask: Tensor | None) -> Any:
         """Called after `see` if `plans_layers`: what `see_by_plan` needs for layers like this one; None if each of them
-        has to be described. `mask`: what the layer was called with, which must live as long as the plan."""
+        has to be described. `mask`: the one that was given as a tensor, which must live as long as the plan."""
 
     def see_by_plan(self, plan: Any, frame: Frame, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """Called in place of `see` for a layer like one before: its output (B, H, N, E); None if it is not wanted."""
@@ -188,8 +190,13 @@ class AttentionCapture:
         attention.input = frame.input(shape[0], shape[2]) if self.needs_output else None
         call = attention.call
         if self.computes and call is not None:
-            attention.steady = layer_plans.is_steady(self, frame, call.q, call.k, call.v)
+            attention.steady = self.is_steady(frame, call.q, call.k, call.v)
         return attention
+
+    def is_steady(self, frame: Frame, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Whether nobody will write over q, k and v, as far as it is known. Small ones are not asked about: it is
+        quicker to copy them."""
+        return q.numel() >= LARGE and id(frame.module) in self.frames.tree.steady and frame.made(q, k, v)
 
     def report(self, frame: Frame, attention: ObservedCall, output: Tensor) -> Tensor:
         """Call `see` for an attention with the output (B, H, N, E). Returns the output, perhaps changed."""

@@ -6,7 +6,9 @@ module, sizes, options, mask and token ids. So the first of them leaves a plan (
 have their key looked up, and are computed and kept (`Filing.see_by_plan`).
 
     out = by_plan(capture, frame, key, q, k, v)       where there is a plan: the output (B, H, N, E)
-    keep(capture, key, attention)                     else, after `see`: make one
+    keep(capture, key, attention, (q, k, v))          else, after `see`: make one
+
+A key is None where each layer has to be described: both functions take that.
 
 Plans last for one call of the model: then token ids and masks are others.
 """
@@ -19,13 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, is_grad_enabled
 from torch import get_num_threads as num_threads
-from torch._C import _is_any_autocast_enabled as any_autocast  # pyright: ignore[reportAttributeAccessIssue]
-from torch._C import _is_tracing as is_tracing
-from torch._C import _len_torch_dispatch_stack as dispatch_modes
-from torch._C import _len_torch_function_stack as function_modes
-from torch._C._functorch import peek_interpreter_stack as transformation  # pyright: ignore[reportMissingModuleSource]
-from torch.autograd import forward_ad
-from torch.compiler import is_compiling
 
 from regard.heads.capture.huggingface import number_of_observers
 from regard.heads.capture.module_stack import Frame
@@ -35,9 +30,7 @@ from regard.kernels import native_library, plans
 if TYPE_CHECKING:
     from regard.heads.capture.capture import AttentionCapture
 
-__all__ = ["attend_key", "by_plan", "is_steady", "keep", "transformers_key"]
-
-LARGE = 2**14  # numbers of q from which on it is worth to know whether copies are needed
+__all__ = ["attend_key", "by_plan", "keep", "transformers_key"]
 
 
 def attend_key(
@@ -52,21 +45,10 @@ def transformers_key(
     capture: AttentionCapture, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Hashable | None:
     """The key of a call of transformers' own sdpa function; None if it has no plan."""
-    if (
-        len(args) != 4
-        or is_compiling()
-        or function_modes()
-        or dispatch_modes()
-        or transformation() is not None
-        or is_tracing()
-        or any_autocast()
-        or forward_ad._current_level >= 0
-    ):
+    if len(args) != 4:
         return None
     q, k, v, mask = args
-    if not (type(q) is type(k) is type(v) is Tensor and (mask is None or type(mask) is Tensor)):
-        return None
-    if not (q.is_cpu and k.is_cpu and v.is_cpu) or q.is_neg() or k.is_neg() or v.is_neg():
+    if not plans.may_repeat(q, k, v) or not (mask is None or type(mask) is Tensor):
         return None
     given = kwargs.get
     if given("dropout") or not (given("softcap") is given("position_bias") is given("cache") is None):
@@ -102,9 +84,11 @@ def _key(
     return type(frame.module), cache, sizes, others, num_threads(), native_library.instruction_set
 
 
-def by_plan(capture: AttentionCapture, frame: Frame, key: Hashable, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+def by_plan(
+    capture: AttentionCapture, frame: Frame, key: Hashable | None, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor | None:
     """The output (B, H, N, E) of a layer like one before, seen and computed; None if there is no plan for it."""
-    plan = capture.layer_plans.get(key)
+    plan = None if key is None else capture.layer_plans.get(key)
     if plan is None or not plan.is_valid() or capture.frames.ids(q.shape[0], q.shape[2]) is not plan.attention.ids:
         return None
     out = capture.see_by_plan(plan, frame, q, k, v)
@@ -129,11 +113,3 @@ def keep(
     pairs = zip((call.q, call.k, call.v), given, strict=True)
     as_given = all(a.shape == b.shape and a.data_ptr() == b.data_ptr() for a, b in pairs)
     capture.layer_plans[key] = capture.layer_plan(attention, mask) if as_given else None
-
-
-def is_steady(capture: AttentionCapture, frame: Frame, q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether nobody will write over q, k and v, as far as it is known. Small ones are not asked about: it is quicker
-    to copy them."""
-    if q.numel() < LARGE or id(frame.module) not in capture.frames.tree.steady:
-        return False
-    return frame.made(q, k, v)

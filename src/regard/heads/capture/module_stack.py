@@ -133,7 +133,7 @@ class Frame:
             return not self.is_handed_heads()
         if names and len(self.args) > 1:
             return False
-        return not names or all(self.kwargs.get(name) is None for name in names)
+        return all(self.kwargs.get(name) is None for name in names)
 
     def joins(self, length: int) -> bool:
         """Whether so many tokens are those of all inputs (B, n, W) together: text and image as one sequence."""

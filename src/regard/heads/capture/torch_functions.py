@@ -206,7 +206,7 @@ class AttendObserver:
         if frame is None:
             return None
         key = layer_plans.attend_key(self.capture, frame, (q, k, v), options)
-        out = None if key is None else layer_plans.by_plan(self.capture, frame, key, q, k, v)
+        out = layer_plans.by_plan(self.capture, frame, key, q, k, v)
         self.pending = (key, (q, k, v)) if key is not None and out is None else None
         return out
 

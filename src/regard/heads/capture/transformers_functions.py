@@ -9,7 +9,7 @@ Letters: B batch, H query heads, N queries, M keys, D head width of q and k, E h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -88,12 +88,25 @@ def capture_function(
 ) -> Any:
     """Compute the attention of a module of transformers, and report it."""
     key = None
-    if how.trusted and capture.closed.is_running:
-        frame = capture.frames.current(module)
-        key = None if frame is None else layer_plans.transformers_key(capture, frame, args, kwargs)
-        heads = None if key is None or frame is None else layer_plans.by_plan(capture, frame, key, *args[:3])
+    frame = capture.frames.current(module) if how.trusted and capture.closed.is_running else None
+    if frame is not None:
+        key = layer_plans.transformers_key(capture, frame, args, kwargs)
+        heads = layer_plans.by_plan(capture, frame, key, *args[:3])
         if heads is not None:
             return heads.transpose(1, 2).contiguous(), None
+    return _described(capture, compute, how, module, args, kwargs, key)
+
+
+def _described(
+    capture: AttentionCapture,
+    compute: Any,
+    how: Implementation,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    key: Hashable | None,
+) -> Any:
+    """The same for a layer that is like none before. `key`: of its plan."""
     with torch._C.DisableTorchFunction():
         arguments = _Arguments.of(module, args, kwargs)
         arguments.check(how)

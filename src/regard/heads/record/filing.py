@@ -42,7 +42,7 @@ class LayerPlan:
     measures: list[Measure]
     plane: Plane
     measured: measured_plans.MeasuredPlan
-    mask: Any  # what the key has by its id
+    mask: Tensor | None  # the one that was given as a tensor: its key has it by its id
 
     def is_valid(self) -> bool:
         """Whether it can be computed."""
@@ -75,9 +75,8 @@ class _WaitingByPlan:
         """It as if it had been described when it was seen."""
         plan, like = self.plan, self.plan.attention
         assert like.call is not None
-        attention = ObservedCall(
-            self.layer, self.module, self.forward, like.kind, like.call.of(*self.tensors), ids=like.ids
-        )
+        call, ids = like.call.of(*self.tensors), plan.shared.own_ids(like.ids)
+        attention = ObservedCall(self.layer, self.module, self.forward, like.kind, call, ids=ids)
         attention.padding = like.padding
         run = MeasureRun(plan.measures, plan.plane)
         native.hand_over(plan.measured.statistics, self.block, run)
@@ -182,9 +181,8 @@ class Filing:
         self.waiting.append(_Waiting(later, shared, measurements, attention.forward))
         return measurements
 
-    def plan(self, attention: ObservedCall, mask: Any) -> LayerPlan | None:
-        """After `see`: a plan for layers like this one, which may be filed later; None if they have to be described.
-        (A query that sees nothing is for each function to handle: then there is none.)"""
+    def plan(self, attention: ObservedCall, mask: Tensor | None) -> LayerPlan | None:
+        """After `see`: a plan for layers like this one, which may be filed later; None if each has to be described."""
         call, shared = attention.call, self.planes.of(attention)
         fresh = None if call is None else shared.fresh.get(call.q.shape[1])
         if call is None or fresh is None or not self._may_wait(attention):

@@ -12,8 +12,8 @@ namespace REGARD_NAMESPACE {
 // A span whose weights are kept for the statistics.
 struct Seen {
     Span span;
-    const float *weights;  // (keys, LANES), relative to `base`
-    alignas(64) float base[LANES];
+    const float *weights;  // (keys, LANES), relative to `sums.base`
+    SpanSums sums;         // 0 in lanes that the span does not have
 };
 
 // Buffers of one thread.
@@ -231,11 +231,8 @@ void advance(const regard_args &a, const Block &block, Desk &desk, bool careful,
             if (span.masked) plan.hide(span, s);
             maxima(s, keys, first, last, rows, (int32_t)span.first);
         }
-        exponentials<Look>(s, keys, first, last, factor, rows);
-        if (Look) {
-            desk.seen.push_back({span, s, {}});
-            std::memcpy(desk.seen.back().base, rows.base, sizeof rows.base);
-        }
+        if (Look) desk.seen.push_back({span, s, {}});
+        exponentials<Look>(s, keys, first, last, factor, rows, Look ? &desk.seen.back().sums : nullptr);
         if (!a.out) return;
         const float *p = s;
         if (a.drop_rows) {

@@ -63,11 +63,18 @@ inline void maxima(const float *s, int64_t keys, int first, int last, Rows &rows
     }
 }
 
-// s = 2 ** ((s - base) * factor), with the new maximum as base; updates the sums.
-template <bool Logs, int NV>
-void exponentials_strip(float *s, int64_t keys, float factor, Rows &rows, int lane) {
+// Of the weights of some keys, relative to the base after them: what the statistics of rows are made of.
+struct SpanSums {
+    alignas(64) float base[LANES];
+    alignas(64) float total[LANES];  // sum of weights
+    alignas(64) float slope[LANES];  // sum of weight * j, keys counted from the first
+};
+
+// s = 2 ** ((s - base) * factor), with the new maximum as base; updates the sums, and with `Look` those of these keys.
+template <bool Look, int NV>
+void exponentials_strip(float *s, int64_t keys, float factor, Rows &rows, SpanSums *sums, int lane) {
     // The sum over these keys is added at once: sums of sums have less rounding error than long sums.
-    F base[NV], total[NV] = {}, logs[NV] = {};
+    F base[NV], total[NV] = {}, logs[NV] = {}, slope[NV] = {}, step = {};
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) {
         const int i = lane + v * W;
@@ -78,7 +85,7 @@ void exponentials_strip(float *s, int64_t keys, float factor, Rows &rows, int la
         const F fall = choose(sum == 0.0f, F{}, (before - base[v]) * factor);
         const F shrink = exp2(fall);
         store(rows.total + i, sum * shrink);
-        if (Logs) store(rows.logs + i, (load(rows.logs + i) + sum * fall) * shrink);
+        if (Look) store(rows.logs + i, (load(rows.logs + i) + sum * fall) * shrink);
         store(rows.shrink + i, shrink);
         store(rows.base + i, base[v]);
     }
@@ -91,22 +98,27 @@ void exponentials_strip(float *s, int64_t keys, float factor, Rows &rows, int la
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) {
             total[v] += weight[v];
-            if (Logs) logs[v] += weight[v] * x[v];
+            if (Look) logs[v] += weight[v] * x[v], slope[v] += weight[v] * step;
             store(p + v * W, weight[v]);
         }
+        if (Look) step += 1.0f;
     }
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) {
         const int i = lane + v * W;
         store(rows.total + i, load(rows.total + i) + total[v]);
-        if (Logs) store(rows.logs + i, load(rows.logs + i) + logs[v]);
+        if (!Look) continue;
+        store(rows.logs + i, load(rows.logs + i) + logs[v]);
+        store(sums->base + i, base[v]);
+        store(sums->total + i, total[v]);
+        store(sums->slope + i, slope[v]);
     }
 }
 
-template <bool Logs>
-void exponentials(float *s, int64_t keys, int first, int last, float factor, Rows &rows) {
+template <bool Look>
+void exponentials(float *s, int64_t keys, int first, int last, float factor, Rows &rows, SpanSums *sums = nullptr) {
     over_lanes(first, last,
-               [&](int lane, auto nv) { exponentials_strip<Logs, nv.value>(s, keys, factor, rows, lane); });
+               [&](int lane, auto nv) { exponentials_strip<Look, nv.value>(s, keys, factor, rows, sums, lane); });
 }
 
 // Whether dropout keeps a weight, by the hashes of its row and column. (Products wrap unsigned; the shift is signed.)

@@ -49,66 +49,71 @@ struct Cells {
 // How the keys of a span lie to the queries of its block.
 enum class Side { BEFORE, AFTER, ACROSS, ANYWHERE };  // ANYWHERE: positions are not contiguous
 
-// The weights of one span, NV vectors of lanes: sums across the lanes for each key, sums down the lanes for each cell,
-// and the moments. With `Some` these sums leave out the queries whose `counted` is 0.
-template <int NV, bool Some>
-void look_strip(const float *p, int64_t keys, const float *factor, const float *counted, int lane, F *across,
-                bool first, Cells cells, Side side, Moments &moments) {
-    F f[NV], sum[NV] = {}, slope[NV] = {}, ahead[NV] = {}, apart[NV] = {};
+// The weights of one span, NV vectors of lanes: with `Across` sums over the lanes for each key, and with `Down` sums
+// over the keys for each cell.
+template <int NV, bool Across, bool Down>
+void sum_strip(const float *p, int64_t keys, const float *factor, int lane, F *across, bool first, Cells cells) {
+    F f[NV];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; v++) f[v] = load(factor + lane + v * W);
     for (int64_t j = 0; j < keys;) {
-        const int64_t stop = cells.at ? std::min(cells.next, keys) : keys;
+        const int64_t stop = Down ? std::min(cells.next, keys) : keys;
         F cell[NV] = {};
         for (; j < stop; j++) {
-            F together = {};
-            const F step = broadcast((float)j);
+            F together = first || !Across ? F{} : across[j];
 #pragma GCC unroll 4
             for (int v = 0; v < NV; v++) {
-                const F x = load(p + j * LANES + lane + v * W) * f[v];
-                slope[v] += x * step;
-                if constexpr (Some) {
-                    const F y = x * load(counted + lane + v * W);
-                    sum[v] += x;
-                    cell[v] += y;
-                    together += y;
-                } else {
-                    cell[v] += x;
-                    together += x;
-                }
+                const F x = load(p + j * LANES + lane + v * W);
+                if (Across) together += x * f[v];
+                if (Down) cell[v] += x;
             }
-            across[j] = first ? together : across[j] + together;
+            if (Across) across[j] = together;
         }
+        if (!Down) continue;
 #pragma GCC unroll 4
         for (int v = 0; v < NV; v++) {
-            if (!Some) sum[v] += cell[v];
-            if (cells.at) store(cells.at + lane + v * W, load(cells.at + lane + v * W) + cell[v]);
+            float *to = cells.at + lane + v * W;
+            store(to, load(to) + cell[v] * f[v]);
         }
-        if (cells.at) cells.step();
+        cells.step();
     }
-    if (side == Side::ACROSS || side == Side::ANYWHERE) {
-        for (int64_t j = 0; j < keys; j++) {
+}
+
+// Sums of weight * (j - i) and of weight * |j - i| over the keys of a span whose positions are in `moments.key`.
+template <int NV>
+void gaps_strip(const float *p, int64_t keys, int lane, const Moments &moments, float *ahead, float *apart) {
+    F along[NV] = {}, distance[NV] = {}, position[NV];
 #pragma GCC unroll 4
-            for (int v = 0; v < NV; v++) {
-                const F gap = moments.key[j] - load(moments.position + lane + v * W);
-                const F x = load(p + j * LANES + lane + v * W);
-                ahead[v] += x * gap;
-                apart[v] += x * choose(gap < 0.0f, -gap, gap);
-            }
+    for (int v = 0; v < NV; v++) position[v] = load(moments.position + lane + v * W);
+    for (int64_t j = 0; j < keys; j++) {
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) {
+            const F gap = moments.key[j] - position[v], x = load(p + j * LANES + lane + v * W);
+            along[v] += x * gap;
+            distance[v] += x * choose(gap < 0.0f, -gap, gap);
         }
     }
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; v++) {
-        const int i = lane + v * W;
+    for (int v = 0; v < NV; v++) store(ahead + lane + v * W, along[v]), store(apart + lane + v * W, distance[v]);
+}
+
+// Adds the keys of a span to the moments. `factor`: of its weights.
+inline void add_moments(const Seen &seen, const float *factor, Side side, Moments &moments) {
+    const SpanSums &sums = seen.sums;
+    alignas(64) float ahead[LANES] = {}, apart[LANES] = {};
+    if (side == Side::ACROSS || side == Side::ANYWHERE)
+        over_lanes(seen.span.lane, seen.span.lanes_end, [&](int lane, auto nv) {
+            gaps_strip<nv.value>(seen.weights, seen.span.last - seen.span.first, lane, moments, ahead, apart);
+        });
+    const float sign = side == Side::BEFORE ? -1.0f : 1.0f;
+    for (int i = 0; i < LANES; i++) {
         // Contiguous keys: the mean of their numbers within the span is enough.
-        const F along = side == Side::ANYWHERE ? ahead[v] * f[v]
-                                               : slope[v] + sum[v] * (moments.key[0] - load(moments.position + i));
-        const F distance = side == Side::BEFORE ? -along : side == Side::AFTER ? along : apart[v] * f[v];
-        for (int x = 0; x < W; x++) {
-            moments.ahead[i + x] += along[x];
-            moments.apart[i + x] += distance[x];
-            moments.mass[i + x] += sum[v][x];
-        }
+        const float along =
+            side == Side::ANYWHERE ? ahead[i] : sums.slope[i] + sums.total[i] * (moments.key[0] - moments.position[i]);
+        const float distance = side == Side::BEFORE || side == Side::AFTER ? sign * along : apart[i];
+        moments.ahead[i] += (double)(along * factor[i]);
+        moments.apart[i] += (double)(distance * factor[i]);
+        moments.mass[i] += (double)(sums.total[i] * factor[i]);
     }
 }
 
@@ -135,17 +140,31 @@ inline void place_queries(const regard_args &a, const Block &block, Moments &mom
     }
 }
 
+// to[j] += the sum of across[j], W keys at a time.
+inline void add_across(F *across, int64_t keys, float *to) {
+    for (int64_t j = keys; j < keys + W; j++) across[j] = F{};
+    for (int64_t j = 0; j < keys; j += W) {
+        F some[W];
+#pragma GCC unroll 16
+        for (int i = 0; i < W; i++) some[i] = across[j + i];
+        const F s = sums(some);
+        if (j + W <= keys) {
+            store(to + j, load(to + j) + s);
+        } else {
+            for (int i = 0; j + i < keys; i++) to[j + i] += s[i];
+        }
+    }
+}
+
 inline void look(const regard_args &a, const Block &block, Desk &desk, const Part &part, float *cells) {
     const Rows &rows = desk.rows;
     const int64_t first_position = a.q_start + block.row;
     Moments moments;
     place_queries(a, block, moments);
-    alignas(64) float counted[LANES];
-    bool some = false;  // whether queries are left out of sums over queries
+    alignas(64) float counted[LANES];  // 0 for queries that are left out of sums over queries
     for (int i = 0; i < LANES; i++) {
         const bool left_out = a.uncounted && i < block.rows && a.uncounted[block.item * a.queries + block.row + i];
         counted[i] = left_out ? 0.0f : 1.0f;
-        some |= left_out;
     }
     desk.factors.resize(selects(a) ? desk.seen.size() * LANES : 0);
     // Moments are quotients, so if a sink leaves almost no weight for the keys, a larger factor avoids subnormals.
@@ -163,7 +182,7 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
         alignas(64) float factor[LANES];
         for (int lane = 0; lane < LANES; lane += W) {
             // (Bases only increase, except from 0 of a row without visible keys, whose weights are 0.)
-            const F fall = (load(seen.base + lane) - load(rows.base + lane)) * desk.exponent;
+            const F fall = (load(seen.sums.base + lane) - load(rows.base + lane)) * desk.exponent;
             store(factor + lane, exp2(choose(fall > 0.0f, F{}, fall)) * load(shown + lane));
         }
         for (int i = block.rows; i < LANES; i++) factor[i] = 0.0f;
@@ -183,28 +202,21 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
             cells_here = {cells + (number - cell_begin - 1) * LANES, number - 1, 0, a.heatmap_cols, a.keys, span.first};
             cells_here.step();
         }
-        F across[KEYS + W];
-        for (int64_t j = keys; j < keys + W; j++) across[j] = F{};
-        const Side side = place_keys(a, block, span, moments);
-        bool first = true;
-        over_lanes(span.lane, span.lanes_end, [&](int lane, auto nv) {
-            const auto strip = some ? look_strip<nv.value, true> : look_strip<nv.value, false>;
-            strip(p, keys, factor, counted, lane, across, first, cells_here, side, moments);
-            first = false;
-        });
-        if (part.received) {
-            float *to = part.received + span.first;
-            for (int64_t j = 0; j < keys; j += W) {
-                F some[W];
-#pragma GCC unroll 16
-                for (int i = 0; i < W; i++) some[i] = across[j + i];
-                const F s = sums(some);
-                if (j + W <= keys) {
-                    store(to + j, load(to + j) + s);
-                } else {
-                    for (int i = 0; j + i < keys; i++) to[j + i] += s[i];
-                }
-            }
+        if (a.distance || a.offset) add_moments(seen, factor, place_keys(a, block, span, moments), moments);
+        alignas(64) float of_counted[LANES];
+        for (int i = 0; i < LANES; i++) of_counted[i] = factor[i] * counted[i];
+        if (part.received || part.heatmap) {
+            const auto strip = [&](auto nv) {
+                if (!part.heatmap) return sum_strip<nv.value, true, false>;
+                return part.received ? sum_strip<nv.value, true, true> : sum_strip<nv.value, false, true>;
+            };
+            F across[KEYS + W];
+            bool first = true;
+            over_lanes(span.lane, span.lanes_end, [&](int lane, auto nv) {
+                strip(nv)(p, keys, of_counted, lane, across, first, cells_here);
+                first = false;
+            });
+            if (part.received) add_across(across, keys, part.received + span.first);
         }
         if (part.offsets) {
             // The lanes within the range of offsets of key j are contiguous; their offsets decrease.
@@ -217,7 +229,7 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
                     std::min<int64_t>(j - first_position + a.offsets_before + 1, std::min(span.lanes_end, block.rows));
                 const float *weights = p + (j - span.first) * LANES;
                 float *near = desk.near.data() - origin;
-                for (int64_t i = from; i < to; i++) near[i] += weights[i] * factor[i] * counted[i];
+                for (int64_t i = from; i < to; i++) near[i] += weights[i] * of_counted[i];
             }
         }
     }

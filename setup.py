@@ -68,7 +68,7 @@ def build_library(target: Path, objects: Path) -> None:
         return subprocess.run(command, capture_output=True).returncode == 0
 
     sets = {name: flags for name, flags in INSTRUCTION_SETS.items() if supports(flags)}  # (old compilers lack some)
-    jobs = [("dispatch.cpp", "dispatch", *(f"-DREGARD_HAS_{name.upper()}" for name in sets))]
+    jobs = [("dispatch.cpp", "dispatch", *(f"-DREGARD_HAS_{name.upper()}" for name in sets)), ("copies.cpp", "copies")]
     jobs += [
         (f"{source}.cpp", f"{source}_{name}", f"-DREGARD_NAMESPACE=regard_{name}", *flags.split())
         for name, flags in sets.items()

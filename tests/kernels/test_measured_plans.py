@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import regard
+from regard.heads.record import lasting_plans
 from regard.kernels import measured_plans
 from regard.kernels import native_library as library
 from regard.masks import And, Causal, Keep, Mask, Padding, Window
@@ -34,6 +35,12 @@ class Stack(nn.Module):
             if self.between is not None:
                 self.between()
         return x
+
+
+@pytest.fixture(autouse=True)
+def nothing_known() -> None:
+    """No layer is like one of an earlier test."""
+    lasting_plans.forget_all()
 
 
 @pytest.fixture
@@ -64,6 +71,7 @@ def watched(model: nn.Module, *inputs: Tensor, **options: Any) -> tuple[Tensor, 
 def without_plans(monkeypatch: pytest.MonkeyPatch, model: nn.Module, *inputs: Tensor) -> tuple[Tensor, regard.Record]:
     with monkeypatch.context() as patch:
         patch.setattr(measured_plans, "plan_of", lambda *arguments, **options: None)
+        patch.setattr(lasting_plans, "find", lambda *arguments: None)
         return watched(model, *inputs)
 
 

@@ -6,7 +6,7 @@ Letters: B batch, H query heads, N queries, M keys.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from types import TracebackType
 from typing import Literal
 
@@ -106,9 +106,13 @@ class watch(AttentionCapture):
         """Measure one attention call, as the next chunk of a sequence or as a new sequence."""
         return self.filing.see(attention)
 
-    def layer_plan(self, attention: ObservedCall, mask: Tensor | None) -> LayerPlan | None:
+    def layer_plan(self, key: Hashable, attention: ObservedCall, mask: Tensor | None) -> LayerPlan | None:
         """A plan for layers like one that was seen and computed."""
-        return self.filing.plan(attention, mask)
+        return self.filing.plan(key, attention, mask)
+
+    def earlier_plan(self, key: Hashable, frame: Frame, ids: Tensor | None) -> LayerPlan | None:
+        """A plan for a layer like one of an earlier forward."""
+        return self.filing.plan_of_earlier(key, frame.name, frame.module, self.frames.forwards, ids)
 
     def see_by_plan(self, plan: LayerPlan, frame: Frame, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """Measure and compute a layer like another one."""

@@ -3,6 +3,7 @@
     measured = repeat(call, run, output)     output and log-sum-exp, where there is a plan for such a call
     keep(call, run, out)                     else make one, of the call as it was computed
     plan_of(call, run, output)               the plan itself, for whoever knows that the next call is like this one
+    lasting(plan, run)                       what of it holds for other texts of the same size
 
 A plan is kept with what the run shares (`MeasureRun.kept`): other layers of the same forward, with the same tokens and
 mask. Only addresses differ between them.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,10 +23,10 @@ from regard.kernels import native, plans
 from regard.kernels import native_library as library
 from regard.kernels.call import Call
 from regard.kernels.lowering import in_rows
-from regard.kernels.native_statistics import NO_STATISTICS, Statistics
+from regard.kernels.native_statistics import NO_STATISTICS, LastingStatistics, Statistics
 from regard.measures import MeasureRun
 
-__all__ = ["MeasuredPlan", "keep", "plan_of", "repeat"]
+__all__ = ["LastingPlan", "MeasuredPlan", "keep", "lasting", "plan_of", "repeat"]
 
 _STATISTICS = struct.Struct(f"{len(NO_STATISTICS)}q")  # the last fields of `native_library.CALL`
 
@@ -57,6 +58,28 @@ class MeasuredPlan:
         fields = _STATISTICS.pack(*self.statistics.packed(block))
         library.raise_for(self.function(self.before + addresses + self.after + fields))
         return out, lse, block
+
+
+@dataclass(frozen=True, slots=True)
+class LastingPlan:
+    """A plan without its text."""
+
+    plan: MeasuredPlan
+    statistics: LastingStatistics
+
+    def is_valid(self) -> bool:
+        """Whether the library is the one that it was made for."""
+        return self.plan.is_valid()
+
+    def of(self, ids: Tensor | None) -> MeasuredPlan:
+        """The plan for a text with these token ids (1|B, N)."""
+        return replace(self.plan, statistics=self.statistics.of(ids))
+
+
+def lasting(plan: MeasuredPlan, run: MeasureRun) -> LastingPlan | None:
+    """What of a plan holds for other texts of the same size, whose calls differ in token ids and numbers alone."""
+    statistics = plan.statistics.lasting(run)
+    return None if statistics is None else LastingPlan(replace(plan, statistics=statistics.like), statistics)
 
 
 def plan_of(call: Call, run: MeasureRun, output: bool) -> MeasuredPlan | None:

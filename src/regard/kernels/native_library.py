@@ -20,6 +20,7 @@ from regard.errors import bad_value
 
 __all__ = [
     "CALL",
+    "COPIES",
     "DTYPES",
     "FACTOR",
     "GRADIENTS",
@@ -72,6 +73,8 @@ PRODUCT = struct.Struct("Qiiii3qPq")
 FACTOR = struct.Struct("4P4q")
 # struct regard_norm: size, isa, threads, dtype, eps, more; rows, width; x, weight, out; the stride of x
 NORM = struct.Struct("QiiiffqqPPPq")
+# struct regard_copies_args: size; ids, after; items, tokens, kinds; keys, begin, end
+COPIES = struct.Struct("Q2P3q3P")
 
 _STATUS = {
     1: "the library was built from another version of its source; remedy: install regard again",
@@ -106,6 +109,10 @@ class Library(NamedTuple):
     def rms_norm(self, norm: bytes) -> None:
         """Rows divided by their root mean square."""
         raise_for(self.handle.regard_rms_norm(norm))
+
+    def copies(self, arguments: bytes) -> None:
+        """For each token of a text the lists of its earlier copies."""
+        raise_for(self.handle.regard_copies(arguments))
 
 
 def raise_for(status: int) -> None:
@@ -181,6 +188,7 @@ def find(file: Path) -> tuple[Library | None, str | None]:
     handle.regard_attention_backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     handle.regard_multiply.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
     handle.regard_rms_norm.argtypes = [ctypes.c_char_p]
+    handle.regard_copies.argtypes = [ctypes.c_char_p]
     return Library(handle, INSTRUCTION_SETS[handle.regard_best_isa()]), None
 
 
@@ -189,6 +197,7 @@ _SIZES = {
     "regard_gradients_size": GRADIENTS,
     "regard_product_size": PRODUCT,
     "regard_norm_size": NORM,
+    "regard_copies_args_size": COPIES,
 }
 
 

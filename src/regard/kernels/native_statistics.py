@@ -12,18 +12,23 @@ Letters: B batch, H query heads, N queries, M keys, K sums for each query.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.kernels.call import Call
+from regard.kernels.copies import copy_lists
 from regard.kernels.reductions import flat_lists, is_contiguous, is_unpadded, item_stride, joined_columns, numbered
 from regard.measures import (
     Crop,
     Distance,
+    Duplicate,
     Entropy,
     Heatmap,
+    Induction,
     KeyLists,
     Links,
     MaxLogit,
@@ -40,7 +45,7 @@ from regard.measures import (
     TopLinks,
 )
 
-__all__ = ["NO_STATISTICS", "Statistics"]
+__all__ = ["NO_STATISTICS", "LastingStatistics", "Statistics"]
 
 _BY_NAME: dict[type[Measure], str] = {
     Entropy: "entropy",
@@ -89,6 +94,8 @@ class Statistics:
         self.results = [(_FIELDS[name], first) for name, (first, shape, _) in self.places.items() if shape.numel()]
         if isinstance(plane.numbers, Tensor) and "on_first" in self.places and int(plane.numbers[0]) != 0:
             self.results.remove((_FIELDS["on_first"], self.places["on_first"][0]))  # it is not among the keys: 0
+        # Whether C writes all of it. (Of a region it writes what queries see.)
+        self.is_filled = len(self.results) == len(self.places) and "crop" not in self.places
         # Results may be computed later, if measures are known to read no more then than what they prepared.
         self.may_wait = not any(self.in_strips) and all(_reads_nothing_later(measure) for measure in run.measures)
         if self.may_wait:
@@ -104,6 +111,17 @@ class Statistics:
         if known is None:
             known = run.kept[key] = Statistics(call, run)
         return known
+
+    def lasting(self, run: MeasureRun) -> LastingStatistics | None:
+        """What of these statistics holds for other texts of the same size, whose token ids alone are new; None if C
+        reads more of a text than where its tokens were before."""
+        owners = [run.measures[number] for number, _ in self.reductions]
+        of_copies = all(type(owner) in (Induction, Duplicate) and owner.ids is None for owner in owners)  # type: ignore[attr-defined]
+        if not (self.may_wait and of_copies and len(self.inputs) == (1 if owners else 0)):
+            return None
+        if owners and not self.plane.in_order:
+            return None
+        return LastingStatistics(self, tuple(owner.after for owner in owners))  # type: ignore[attr-defined]
 
     def _place(self, measure: Measure) -> None:
         """Let C write what a measure keeps in memory."""
@@ -144,8 +162,11 @@ class Statistics:
             flat = self.plane.once(("lists", *owners), lambda: flat_lists(KeyLists.joined(lists)))
         else:
             flat = flat_lists(KeyLists.joined(lists))
-        self.inputs.append(flat)
         self._add("lists", (self.plane.queries, flat.count))
+        self._put_lists(flat)
+
+    def _put_lists(self, flat: KeyLists) -> None:
+        self.inputs.append(flat)
         addresses = [x.data_ptr() for x in (flat.keys, flat.begin, flat.end)]
         self._put(_FIELDS["lists"] + 1, *addresses, flat.count, item_stride(flat.begin))
 
@@ -166,6 +187,8 @@ class Statistics:
 
     def new_block(self) -> Tensor:
         """Memory for the results of one call."""
+        if self.is_filled:
+            return torch.empty(self.size // 8, dtype=torch.int64, device="cpu")
         return torch.zeros(self.size // 8, dtype=torch.int64, device="cpu")
 
     def packed(self, block: Tensor) -> list[int]:
@@ -215,6 +238,27 @@ class Statistics:
         return self.result(_BY_NAME[type(measure)], block)
 
 
+class LastingStatistics:
+    """`Statistics` without a text: for others of the same size."""
+
+    def __init__(self, statistics: Statistics, after: tuple[int, ...]) -> None:
+        self.after = after  # of each measure of earlier copies: which token after them
+        self.like = copy(statistics)
+        # (a plane of its own, which shares nothing: no tensor of the text lives on)
+        self.like.plane = replace(statistics.plane, ids=None, key_ids=None, text_ids=None)
+        self.like.inputs = []
+        self.like.reductions = [(number, Reduction(lists=_COUNTED)) for number, _ in statistics.reductions]
+
+    def of(self, ids: Tensor | None) -> Statistics:
+        """Those of a text with these token ids (1|B, N)."""
+        statistics = copy(self.like)
+        statistics.fields, statistics.inputs = self.like.fields.copy(), []
+        if self.after:
+            assert ids is not None
+            statistics._put_lists(copy_lists(ids, self.after))
+        return statistics
+
+
 _FIELDS = {  # where results stand among the fields of args.h from `entropy` on
     "entropy": 0,
     "peak": 1,
@@ -232,6 +276,8 @@ _FIELDS = {  # where results stand among the fields of args.h from `entropy` on
     "crop": 32,  # first row, rows, first column, columns
 }
 _UNCOUNTED, _POSITIONS = 13, 14
+_NOTHING = torch.empty(1, 0, 2, dtype=torch.int64, device="cpu")
+_COUNTED = KeyLists(_NOTHING[..., 0], _NOTHING, _NOTHING)  # two lists for each query, as those of earlier copies
 NO_STATISTICS = (0,) * 37
 
 

@@ -21,7 +21,7 @@ Letters: B batch, H query heads, N queries, M keys, E head width of v.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
@@ -92,9 +92,13 @@ class AttentionCapture:
         """Called after `see` if `changes`: the outputs (B, H, N, E) of the heads, or others to replace them."""
         return output
 
-    def layer_plan(self, attention: ObservedCall, mask: Tensor | None) -> Any:
-        """Called after `see` if `plans_layers`: what `see_by_plan` needs for layers like this one; None if each of them
+    def layer_plan(self, key: Hashable, attention: ObservedCall, mask: Tensor | None) -> Any:
+        """Called after `see` if `plans_layers`: what `see_by_plan` needs for layers with this key; None if each of them
         has to be described. `mask`: the one that was given as a tensor, which must live as long as the plan."""
+
+    def earlier_plan(self, key: Hashable, frame: Frame, ids: Tensor | None) -> Any:
+        """Called in place of `see` for the first layer of a forward with this key, in a text with these token ids: what
+        `see_by_plan` needs, if an earlier forward had such a layer; else None."""
 
     def see_by_plan(self, plan: Any, frame: Frame, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
         """Called in place of `see` for a layer like one before: its output (B, H, N, E); None if it is not wanted."""

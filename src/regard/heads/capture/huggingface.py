@@ -63,12 +63,16 @@ def start(observer: Observer) -> None:
         if interface is not None and not _ORIGINAL:
             original = interface.get_interface
             _ORIGINAL.append(original)
+            wrappers: dict[Any, Function] = {}  # every layer asks for the same function
 
             def get_interface(self: Any, attn_implementation: str, default: Function) -> Function:
                 function = original(self, attn_implementation, default)
                 if getattr(function, "__module__", "") == "regard.integrations.transformers":
                     return function  # it calls `attend`, which is observed itself
-                return _wrapper(_implementation(attn_implementation, function, default), function)
+                key = attn_implementation, function, default, _mask_function(attn_implementation)
+                if key not in wrappers:
+                    wrappers[key] = _wrapper(_implementation(attn_implementation, function, default), function)
+                return wrappers[key]
 
             interface.get_interface = get_interface
         _OBSERVERS.append(observer)
@@ -116,11 +120,16 @@ def _implementation(name: str, function: Function, default: Function) -> Impleme
     return Implementation(name, masks, trusted=own and masks == "sdpa")
 
 
-def _masks_of(name: str) -> Any:
-    """How the masks of an implementation are to be read, by the function that is registered to build them."""
+def _mask_function(name: str) -> Any:
+    """The function that is registered to build the masks of an implementation; None if there is none."""
     utils = sys.modules.get("transformers.masking_utils")
     registered = getattr(getattr(utils, "AttentionMaskInterface", None), "_global_mapping", {})
-    make = registered.get(name.removeprefix("paged|"))
+    return registered.get(name.removeprefix("paged|"))
+
+
+def _masks_of(name: str) -> Any:
+    """How the masks of an implementation are to be read, by the function that is registered to build them."""
+    make = _mask_function(name)
     if make is None:
         return "unknown"
     while isinstance(make, partial):

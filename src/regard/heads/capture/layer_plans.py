@@ -88,8 +88,16 @@ def by_plan(
     capture: AttentionCapture, frame: Frame, key: Hashable | None, q: Tensor, k: Tensor, v: Tensor
 ) -> Tensor | None:
     """The output (B, H, N, E) of a layer like one before, seen and computed; None if there is no plan for it."""
-    plan = None if key is None else capture.layer_plans.get(key)
-    if plan is None or not plan.is_valid() or capture.frames.ids(q.shape[0], q.shape[2]) is not plan.attention.ids:
+    if key is None:
+        return None
+    ids = capture.frames.ids(q.shape[0], q.shape[2])
+    if key in capture.layer_plans:
+        plan = capture.layer_plans[key]
+    else:
+        plan = capture.earlier_plan(key, frame, ids)
+        if plan is not None:
+            capture.layer_plans[key] = plan
+    if plan is None or not plan.is_valid() or ids is not plan.attention.ids:
         return None
     out = capture.see_by_plan(plan, frame, q, k, v)
     if out is not None:
@@ -112,4 +120,4 @@ def keep(
         return
     pairs = zip((call.q, call.k, call.v), given, strict=True)
     as_given = all(a.shape == b.shape and a.data_ptr() == b.data_ptr() for a, b in pairs)
-    capture.layer_plans[key] = capture.layer_plan(attention, mask) if as_given else None
+    capture.layer_plans[key] = capture.layer_plan(key, attention, mask) if as_given else None

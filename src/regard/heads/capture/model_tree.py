@@ -64,14 +64,15 @@ class _Known:
         if module is None or type(module) is not self.kind:
             return None
         own = module.__dict__
-        children = own["_modules"]
-        if len(children) != len(self.ids) or id(own["_forward_hooks"]) != self.hooks:
+        children, hooks = own["_modules"], own["_forward_hooks"]
+        if id(hooks) != self.hooks or ("forward" in own) is not self.replaced:
             return None
-        if children and (tuple(children) != self.children or tuple(map(id, children.values())) != self.ids):
+        if tuple(children) != self.children or tuple(map(id, children.values())) != self.ids:
             return None
-        if ("forward" in own) is not self.replaced or not all(map(is_, map(own.get, self.attributes), self.values)):
+        if self.attributes and not all(map(is_, map(own.get, self.attributes), self.values)):
             return None
-        return module if _has_foreign_hooks(own) is self.foreign else None
+        foreign = bool(hooks or own["_forward_pre_hooks"]) and _has_foreign_hooks(own)
+        return module if foreign is self.foreign else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ Letters: B batch, H query heads, N queries, M keys, E head width of v.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from regard.heads.capture.cache_tracking import SequenceTracker, trimmed
 from regard.heads.capture.observed import ObservedCall, Subtracted
 from regard.heads.module_names import applies_rotary
+from regard.heads.record import lasting_plans
 from regard.heads.record.chunk_plane import usable
 from regard.heads.record.layer_record import LayerRecord
 from regard.heads.record.sequences import Chunk, Difference, MeasuredLater, SequenceRecord, measured_later, sees_all
@@ -40,7 +41,6 @@ class LayerPlan:
     attention: ObservedCall  # without q, k and v
     shared: SharedPlane
     measures: list[Measure]
-    plane: Plane
     measured: measured_plans.MeasuredPlan
     mask: Tensor | None  # the one that was given as a tensor: its key has it by its id
 
@@ -78,8 +78,10 @@ class _WaitingByPlan:
         call, ids = like.call.of(*self.tensors), plan.shared.own_ids(like.ids)
         attention = ObservedCall(self.layer, self.module, self.forward, like.kind, call, ids=ids)
         attention.padding = like.padding
-        run = MeasureRun(plan.measures, plan.plane)
+        run = MeasureRun(plan.measures, _whole_plane(attention, plan.shared))
+        plane = run.plane
         native.hand_over(plan.measured.statistics, self.block, run)
+        run.plane = plane  # (that of the statistics may be of another text)
         return _Waiting(attention, plan.shared, MeasuredLater(run, self.lse), self.forward)
 
 
@@ -108,6 +110,7 @@ class Filing:
         self.waiting: list[_Waiting | _WaitingByPlan] = []
         self.lock = threading.RLock()  # several threads may read a record
         self.over = False  # whether the watch has ended
+        self.measures_key = lasting_plans.measures_key(measures)
         self.most_for_roles = MOST_FOR_ROLES
 
     @property
@@ -181,21 +184,46 @@ class Filing:
         self.waiting.append(_Waiting(later, shared, measurements, attention.forward))
         return measurements
 
-    def plan(self, attention: ObservedCall, mask: Tensor | None) -> LayerPlan | None:
+    def plan(self, key: Hashable, attention: ObservedCall, mask: Tensor | None) -> LayerPlan | None:
         """After `see`: a plan for layers like this one, which may be filed later; None if each has to be described."""
         call, shared = attention.call, self.planes.of(attention)
         fresh = None if call is None else shared.fresh.get(call.q.shape[1])
         if call is None or fresh is None or not self._may_wait(attention):
             return None
         measures = usable(self.measures, fresh)
-        measured = measured_plans.plan_of(call, MeasureRun(measures, fresh), output=True)
+        run = MeasureRun(measures, fresh)
+        measured = measured_plans.plan_of(call, run, output=True)
         if measured is None:
             return None
         like = ObservedCall(attention.layer, attention.module, attention.forward, attention.kind)
         like.ids, like.padding = attention.ids, shared.padding
         nothing = call.q.new_empty(0)
         like.call = call.of(nothing, nothing, nothing)
-        return LayerPlan(like, shared, measures, fresh, measured, mask)
+        if mask is None and self.measures_key is not None:
+            numbers = [i for i, measure in enumerate(self.measures) if measure in measures]
+            lasting_plans.keep(self._lasting_key(key), like, shared, numbers, measured, run)
+        return LayerPlan(like, shared, measures, measured, mask)
+
+    def plan_of_earlier(
+        self, key: Hashable, layer: str, module: nn.Module, forward: int, ids: Tensor | None
+    ) -> LayerPlan | None:
+        """A plan for a layer like one of another forward or another watch, in a text with these ids (1|B, N)."""
+        if self.measures_key is None or not (ids is None or (type(ids) is Tensor and ids.is_cpu)):
+            return None
+        lasting = lasting_plans.find(self._lasting_key(key), ids)
+        if lasting is None:
+            return None
+        if self.waiting and self.waiting[-1].forward != forward:
+            self.file_waiting()  # one forward waits at most
+        like = ObservedCall(layer, module, forward, lasting.kind, lasting.call)
+        like.ids = ids
+        shared = SharedPlane(None, None)
+        own_ids = shared.own_ids(ids)
+        measures = [self.measures[i] for i in lasting.numbers]
+        return LayerPlan(like, shared, measures, lasting.measured.of(own_ids), None)
+
+    def _lasting_key(self, key: Hashable) -> Hashable:
+        return key, self.measures_key, self.keep, self.most_for_roles
 
     def see_by_plan(
         self, plan: LayerPlan, layer: str, module: nn.Module, forward: int, q: Tensor, k: Tensor, v: Tensor, own: bool
@@ -267,11 +295,7 @@ class Filing:
             return None
         if call.mask is not None and next(call.mask.tensors(), None) is not None:
             return None
-        text = SequenceRecord(attention.shape[:2])
-        text.ids, text.total = shared.own_ids(attention.ids), total
-        text.place_padding(attention, attention.padding)
-        plane = shared.plane(attention, text, shared.numbers(attention, total), self.needs_values)
-        shared.fresh[attention.shape[1]] = plane
+        plane = shared.fresh[attention.shape[1]] = _whole_plane(attention, shared)
         return plane
 
     def _others_may_wait(self, attention: ObservedCall, goes_on: bool, total: int) -> bool:
@@ -345,6 +369,15 @@ class Filing:
         text.drop_calls()
         text.kept = 0
         return False
+
+
+def _whole_plane(attention: ObservedCall, shared: SharedPlane) -> Plane:
+    """The plane of a whole text that goes on with nothing."""
+    total = attention.shape[3]
+    text = SequenceRecord(attention.shape[:2])
+    text.ids, text.total = shared.own_ids(attention.ids), total
+    text.place_padding(attention, attention.padding)
+    return shared.plane(attention, text, shared.numbers(attention, total), with_values=False)
 
 
 def _keep_difference(text: SequenceRecord, piece: Chunk, first: Call, subtracted: Subtracted, new: slice) -> None:

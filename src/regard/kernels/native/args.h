@@ -171,14 +171,27 @@ struct regard_norm {
     int64_t x_stride;
 };
 
+// For each token of some texts, two lists for each kind: the tokens that stand `after` (0 or 1) after its earlier
+// copies, and the same without the text's first token, the neighbours and the token itself. Both are slices of `keys`.
+struct regard_copies_args {
+    uint64_t size;         // sizeof(regard_copies_args)
+    const int64_t *ids;    // (items, tokens)
+    const int32_t *after;  // (kinds)
+    int64_t items, tokens, kinds;
+    int32_t *keys;         // (items, kinds, tokens): slots in the order of ids, `after` added
+    int64_t *begin, *end;  // (items, tokens, kinds, 2), indices into all of `keys`
+};
+
 REGARD_API int32_t regard_attention(const regard_args *args);
 REGARD_API int32_t regard_attention_backward(const regard_args *args, const regard_gradients *gradients);
 REGARD_API int32_t regard_multiply(const regard_product *args, const regard_factor *factors);
 REGARD_API int32_t regard_rms_norm(const regard_norm *args);
+REGARD_API int32_t regard_copies(const regard_copies_args *args);
 REGARD_API int32_t regard_best_isa(void);
 REGARD_API int32_t regard_has_isa(int32_t isa);
 REGARD_API uint64_t regard_args_size(void);
 REGARD_API uint64_t regard_gradients_size(void);
 REGARD_API uint64_t regard_product_size(void);
 REGARD_API uint64_t regard_norm_size(void);
+REGARD_API uint64_t regard_copies_args_size(void);
 }

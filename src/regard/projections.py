@@ -83,13 +83,14 @@ def project(
     """
     other = add if times is None else times
     assert other is None or (activation is None and (add is None or times is None)), "one thing may follow"
-    if _is_native((linear,), x, other):
-        after = activation if other is None else "add" if times is None else "times"
-        if after is None or after in native_products.AFTER:
-            return _multiply((linear,), x, after, other)[0]
-    weight = _weight_for_onednn(linear, x, other)
-    if weight is not None:
-        return _by_onednn(weight, linear._parameters["bias"], x, activation, add, times)
+    if not _learns(x):
+        if _is_native((linear,), x, other):
+            after = activation if other is None else "add" if times is None else "times"
+            if after is None or after in native_products.AFTER:
+                return _multiply((linear,), x, after, other)[0]
+        weight = _weight_for_onednn(linear, x, other)
+        if weight is not None:
+            return _by_onednn(weight, linear._parameters["bias"], x, activation, add, times)
     out = linear(x)
     if activation is not None:
         return _named(activation)(out)
@@ -103,6 +104,8 @@ def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...
     >>> [out.shape[-1] for out in project_each((a, b), x)]
     [5, 7]
     """
+    if _learns(x):
+        return tuple([linear(x) for linear in linears])
     if _is_native(linears, x):
         return tuple(_multiply(linears, x))
     copy = None if torch.compiler.is_compiling() else active_copy(linears)
@@ -118,6 +121,12 @@ def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...
         "",
     )
     return _with_axes(out, x).split_with_sizes(copy.rows, -1)
+
+
+def _learns(x: Tensor) -> bool:
+    """Whether a gradient of x is wanted, so that torch has to multiply: asked first, for the other questions take longer
+    than a small product."""
+    return torch.is_grad_enabled() and x.requires_grad
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -445,7 +445,7 @@ def test_gradients_are_torchs(follower: str | None, fast: list[bool]) -> None:
     with packed([linear]):
         received = torch.autograd.grad(project(linear, x, **arguments(follower, other)).sum(), leaves)
     expected = torch.autograd.grad(formula(linear, x, follower, other).sum(), leaves)
-    assert fast == [False]
+    assert not any(fast)
     assert all(map(torch.equal, received, expected))
 
 

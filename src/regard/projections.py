@@ -124,8 +124,7 @@ def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...
 
 
 def _learns(x: Tensor) -> bool:
-    """Whether a gradient of x is wanted, so that torch has to multiply: asked first, for the other questions take longer
-    than a small product."""
+    """Whether a gradient of x is wanted, so that torch has to multiply. (Asked first: other questions take time.)"""
     return torch.is_grad_enabled() and x.requires_grad
 
 

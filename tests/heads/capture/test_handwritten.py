@@ -89,6 +89,14 @@ def test_cross_attention(core: Core) -> None:
     agree(seen["layer"], Oracle(dense(model, x, memory)), kind=None)
 
 
+def test_a_memory_that_learns() -> None:
+    """A parameter of somebody else's (a soft prompt) is an input like any other."""
+    model, x, memory = made(Hand(CORES[0])), noise(B, N, W), nn.Parameter(noise(B, M, W, seed=7))
+    seen, _ = see(model, x, memory)
+    assert seen.layers == ["layer"]
+    agree(seen["layer"], Oracle(dense(model, x, memory.detach())), kind=None)
+
+
 @pytest.mark.parametrize("core", MASKED, ids=lambda core: core.__name__)
 def test_masks(core: Core) -> None:
     model, x = made(Hand(core)), noise(B, N, W)

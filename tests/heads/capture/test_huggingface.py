@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from heads import hf_models
 from heads.hf_models import ZOO
 from heads.oracle import Oracle, agree, close, wanted
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 import regard
 
@@ -227,3 +230,36 @@ def test_output_attentions_under_a_watch() -> None:
     for layer, (a, b) in enumerate(zip(got, right, strict=True)):
         torch.testing.assert_close(a, b)
         agree(seen[layer], Oracle(b))
+
+
+def test_an_attention_module_whose_config_names_no_implementation() -> None:
+    """It computes its own eager attention."""
+    config = LlamaConfig(hidden_size=24, num_attention_heads=3, num_key_value_heads=1)
+    assert config._attn_implementation is None
+    module, x = LlamaAttention(config, 0).eval(), torch.randn(1, 5, 24)
+    given = {"position_embeddings": LlamaRotaryEmbedding(config)(x, torch.arange(5)[None]), "attention_mask": None}
+    with torch.no_grad(), regard.watch(module) as seen:
+        out, weights = module(x, **given)
+    assert seen.layers == ["LlamaAttention"]
+    torch.testing.assert_close(seen[0].peak, weights.amax(-1))
+    with torch.no_grad():
+        assert torch.equal(out, module(x, **given)[0])
+
+
+def test_a_registered_function_that_has_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Function:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return ALL_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, "no_hash", Function())
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "no_hash", sdpa_mask)
+    model, given = copy.deepcopy(hf_models.model("bert")), hf_models.inputs("bert")
+    model.config._attn_implementation = "no_hash"
+    with regard.watch(model) as seen:
+        run(model, given)
+    assert len(seen.layers) == model.config.num_hidden_layers

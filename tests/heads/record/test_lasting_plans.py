@@ -165,6 +165,18 @@ def test_measures_of_other_settings(found: list[bool]) -> None:
     assert found == [False, False, True]
 
 
+def test_a_measure_changed_before_it_is_used(found: list[bool]) -> None:
+    model = Stack()
+    watched(model, text(0), measures=[regard.measures.Offsets(before=1, after=1)])
+    offsets = regard.measures.Offsets(before=1, after=1)
+    watch = regard.watch(model, measures=[offsets])
+    offsets.before = 3
+    with torch.no_grad(), watch as seen:
+        model(text(0))
+    assert seen[0].offsets.shape[-1] == 5
+    assert found == [False, False]
+
+
 def test_measures_that_hold_tensors(found: list[bool]) -> None:
     model, ids = Stack(), text(0)
     measures = [regard.measures.Induction(ids)]

@@ -68,7 +68,7 @@ class HandwrittenTracer:
     """Follows the torch functions of one thread. Notes are kept beside the tensors, which are not touched.
 
     Args:
-        modules: of the model; parameters, and their buffers (K, E), which may be codebooks, do not depend on its input.
+        modules: of the model; their parameters, and buffers (K, E), which may be codebooks, do not depend on its input.
         live: whether the weights and values that are noted keep their gradients.
     """
 
@@ -79,14 +79,12 @@ class HandwrittenTracer:
         self.origins: list[Origin] = []  # all softmaxes, in order, until the caller has asked how they were used
         self.where: Any = None  # set by the caller: the frame of the module call in progress
 
-    def is_fixed(self, x: object) -> bool:
-        """Whether a tensor is a parameter, or a buffer of the model that may be a codebook."""
-        return isinstance(x, nn.Parameter) or id(x) in self._codebooks
-
     @cached_property
-    def _codebooks(self) -> dict[int, Tensor]:
-        buffers = [buffer for module in self.modules if module._buffers for buffer in module._buffers.values()]
-        return {id(x): x for x in buffers if x is not None and x.dim() == 2}
+    def fixed(self) -> dict[int, Tensor]:
+        """The parameters, and the buffers that may be codebooks, by their ids."""
+        parameters = {id(x): x for module in self.modules for x in module._parameters.values() if x is not None}
+        buffers = [x for module in self.modules if module._buffers for x in module._buffers.values()]
+        return parameters | {id(x): x for x in buffers if x is not None and x.dim() == 2}
 
     def clear(self) -> None:
         """Forget everything."""
@@ -113,11 +111,11 @@ class HandwrittenTracer:
             self.notes.drop(out)
         if not isinstance(out, Tensor) or out in self.notes:
             return
-        constant, any_tensor = True, False
+        constant, any_tensor = out.is_floating_point(), False
         for x in tensors_in(args):
             note, any_tensor = self.notes.get(x), True
             if note is None:
-                constant = constant and self.is_fixed(x)
+                constant = constant and id(x) in self.fixed
                 continue
             constant = constant and self.is_constant(x)
             smaller = out.numel() < x.numel()
@@ -131,12 +129,12 @@ class HandwrittenTracer:
             if isinstance(note, Scores) and func not in PRODUCTS and not smaller:  # padded, joined, in other strides
                 self.notes.put(out, Scores(note.constant))
                 return
-        if constant and any_tensor and out.is_floating_point():
+        if constant and any_tensor:
             self.notes.put(out, Constant())
 
     def is_constant(self, x: object) -> bool:
         """Whether a tensor is known not to depend on the model's input."""
-        if self.is_fixed(x):
+        if id(x) in self.fixed:
             return True
         note = self.notes.get(x)
         return isinstance(note, Constant) or (isinstance(note, Scores) and note.constant)

@@ -63,16 +63,18 @@ def start(observer: Observer) -> None:
         if interface is not None and not _ORIGINAL:
             original = interface.get_interface
             _ORIGINAL.append(original)
-            wrappers: dict[Any, Function] = {}  # every layer asks for the same function
+            wrappers: dict[Any, tuple[Function, Any]] = {}  # every layer asks for the same function
 
             def get_interface(self: Any, attn_implementation: str, default: Function) -> Function:
                 function = original(self, attn_implementation, default)
                 if getattr(function, "__module__", "") == "regard.integrations.transformers":
                     return function  # it calls `attend`, which is observed itself
-                key = attn_implementation, function, default, _mask_function(attn_implementation)
+                makes_masks = None if function is default else _mask_function(attn_implementation)
+                key = attn_implementation, id(function), id(default), id(makes_masks)
                 if key not in wrappers:
-                    wrappers[key] = _wrapper(_implementation(attn_implementation, function, default), function)
-                return wrappers[key]
+                    how = _implementation(attn_implementation, function, default)
+                    wrappers[key] = _wrapper(how, function), (default, makes_masks)  # (alive, as their ids are known)
+                return wrappers[key][0]
 
             interface.get_interface = get_interface
         _OBSERVERS.append(observer)

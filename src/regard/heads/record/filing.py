@@ -110,7 +110,6 @@ class Filing:
         self.waiting: list[_Waiting | _WaitingByPlan] = []
         self.lock = threading.RLock()  # several threads may read a record
         self.over = False  # whether the watch has ended
-        self.measures_key = lasting_plans.measures_key(measures)
         self.most_for_roles = MOST_FOR_ROLES
 
     @property
@@ -199,18 +198,18 @@ class Filing:
         like.ids, like.padding = attention.ids, shared.padding
         nothing = call.q.new_empty(0)
         like.call = call.of(nothing, nothing, nothing)
-        if mask is None and self.measures_key is not None:
+        lasting_key = self._lasting_key(key) if mask is None else None
+        if lasting_key is not None:
             numbers = [i for i, measure in enumerate(self.measures) if measure in measures]
-            lasting_plans.keep(self._lasting_key(key), like, shared, numbers, measured, run)
+            lasting_plans.keep(lasting_key, like, shared, numbers, measured, run)
         return LayerPlan(like, shared, measures, measured, mask)
 
     def plan_of_earlier(
         self, key: Hashable, layer: str, module: nn.Module, forward: int, ids: Tensor | None
     ) -> LayerPlan | None:
         """A plan for a layer like one of another forward or another watch, in a text with these ids (1|B, N)."""
-        if self.measures_key is None or not (ids is None or (type(ids) is Tensor and ids.is_cpu)):
-            return None
-        lasting = lasting_plans.find(self._lasting_key(key), ids)
+        lasting_key = self._lasting_key(key) if ids is None or (type(ids) is Tensor and ids.is_cpu) else None
+        lasting = None if lasting_key is None else lasting_plans.find(lasting_key, ids)
         if lasting is None:
             return None
         if self.waiting and self.waiting[-1].forward != forward:
@@ -222,8 +221,10 @@ class Filing:
         measures = [self.measures[i] for i in lasting.numbers]
         return LayerPlan(like, shared, measures, lasting.measured.of(own_ids), None)
 
-    def _lasting_key(self, key: Hashable) -> Hashable:
-        return key, self.measures_key, self.keep, self.most_for_roles
+    def _lasting_key(self, key: Hashable) -> Hashable | None:
+        """What a plan that lasts depends on; None if there is none. (Measures may be changed until they are used.)"""
+        measures = lasting_plans.measures_key(self.measures)
+        return None if measures is None else (key, measures, self.keep, self.most_for_roles)
 
     def see_by_plan(
         self, plan: LayerPlan, layer: str, module: nn.Module, forward: int, q: Tensor, k: Tensor, v: Tensor, own: bool

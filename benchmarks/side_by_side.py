@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import platform
@@ -39,6 +40,14 @@ def take_turns(
             times[name].append((time.perf_counter() - start) / repeats[name])
         done += 1
     return {name: statistics.median(values) for name, values in times.items()}
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep what contestants free, and return whether it does. Else the one that comes after another with much
+    memory (such as N x N maps) pays a page fault for each 4 KB of its own, which were given back to the system."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if platform.system() == "Linux" else None
+    trim, mmap = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD: the latter is limited to 32 MB on most versions
+    return mallopt is not None and bool(mallopt(trim, 2**31 - 1)) and bool(mallopt(mmap, 2**25))
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

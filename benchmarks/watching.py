@@ -14,7 +14,8 @@
 Contestants take turns in one run; times are medians, of 7 turns at least (of 3 from 2,048 tokens on), and the tables
 show ratios to blind. The largest difference between the outputs of `watched` and `blind`, relative to the largest
 output, is of the same run. Token ids follow Zipf's law, so that induction and duplicate find as many copies as in a
-real text; at most 8,192 tokens. Eager is left out where its maps of all layers take over 4 GiB.
+real text; at most 8,192 tokens. Eager is left out where its maps of all layers take over 4 GiB. glibc keeps what is
+freed (`keep_freed_memory`), for all contestants.
 
 Rows of the JSON: model, tokens, seconds of each contestant (null where it did not run), and the difference.
 """
@@ -30,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from side_by_side import machine, save, table, take_turns
+from side_by_side import keep_freed_memory, machine, save, table, take_turns
 from torch import Tensor, nn
 
 import regard
@@ -195,7 +196,7 @@ def main() -> None:
     parser.add_argument("--json", default=str(Path(__file__).with_name("results") / "watching.json"))
     options = parser.parse_args()
     torch.set_num_threads(2)
-    print(machine())
+    print(machine() | {"keeps freed memory": keep_freed_memory()})
     rows: list[dict[str, Any]] = []
     for name in options.models:
         for tokens in options.lengths:

@@ -116,12 +116,11 @@ class Statistics:
         """What of these statistics holds for other texts of the same size, whose token ids alone are new; None if C
         reads more of a text than where its tokens were before."""
         owners = [run.measures[number] for number, _ in self.reductions]
-        of_copies = all(type(owner) in (Induction, Duplicate) and owner.ids is None for owner in owners)  # type: ignore[attr-defined]
-        if not (self.may_wait and of_copies and len(self.inputs) == (1 if owners else 0)):
+        copies = [x for x in owners if isinstance(x, (Induction, Duplicate)) and x.ids is None]
+        reads_only_copies = len(copies) == len(owners) and len(self.inputs) == (1 if owners else 0)
+        if not (self.may_wait and reads_only_copies) or (owners and not self.plane.in_order):
             return None
-        if owners and not self.plane.in_order:
-            return None
-        return LastingStatistics(self, tuple(owner.after for owner in owners))  # type: ignore[attr-defined]
+        return LastingStatistics(self, tuple(measure.after for measure in copies))
 
     def _place(self, measure: Measure) -> None:
         """Let C write what a measure keeps in memory."""

@@ -21,6 +21,7 @@ from torch import get_num_threads as num_threads
 
 from regard.kernels import native, plans
 from regard.kernels import native_library as library
+from regard.kernels import run as kernel_run
 from regard.kernels.call import Call
 from regard.kernels.lowering import in_rows
 from regard.kernels.native_statistics import NO_STATISTICS, LastingStatistics, Statistics
@@ -68,8 +69,8 @@ class LastingPlan:
     statistics: LastingStatistics
 
     def is_valid(self) -> bool:
-        """Whether the library is the one that it was made for."""
-        return self.plan.is_valid()
+        """Whether the library is the one that it was made for, and the native kernel is still the first to be asked."""
+        return kernel_run.MEASURING[0] is native and self.plan.is_valid()
 
     def of(self, ids: Tensor | None) -> MeasuredPlan:
         """The plan for a text with these token ids (1|B, N)."""

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regard.kernels import native_library as library
-from regard.kernels.copies import copy_lists
+from regard.kernels.copies import earlier_copies
 from regard.kernels.reductions import flat_lists
 from regard.measures import Duplicate, Induction, KeyLists, MeasureRun, Plane
 
@@ -32,7 +32,7 @@ def same(lists: KeyLists, expected: KeyLists) -> None:
 
 def test_by_hand() -> None:
     ids = torch.tensor([[5, 3, 5, 5, 3]])
-    lists = copy_lists(ids, (1, 0))
+    lists = earlier_copies(ids, (1, 0))
     found = [[lists.keys[0, lists.begin[0, i, k] : lists.end[0, i, k]].tolist() for k in range(4)] for i in range(5)]
     assert found == [
         [[], [], [], []],
@@ -53,13 +53,13 @@ def test_by_hand() -> None:
 )
 def test_as_torch_finds_them(items: int, tokens: int, kinds: int, seed: int, order: list[type]) -> None:
     ids = torch.randint(-kinds, kinds, (items, tokens), generator=torch.Generator().manual_seed(seed)) * 2**40
-    same(copy_lists(ids, [measure.after for measure in order]), by_torch(ids, *order))
-    same(copy_lists(ids, [order[0].after]), by_torch(ids, order[0]))
+    same(earlier_copies(ids, [measure.after for measure in order]), by_torch(ids, *order))
+    same(earlier_copies(ids, [order[0].after]), by_torch(ids, order[0]))
 
 
 def test_ids_that_lie_apart() -> None:
     ids = torch.randint(0, 3, (2, 26), generator=torch.Generator().manual_seed(0))[:, ::2]
-    same(copy_lists(ids, (1, 0)), copy_lists(ids.contiguous(), (1, 0)))
+    same(earlier_copies(ids, (1, 0)), earlier_copies(ids.contiguous(), (1, 0)))
 
 
 def test_a_wrong_size_is_refused() -> None:

@@ -6,7 +6,6 @@ Letters: B batch, N tokens, K kinds.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import torch
@@ -15,10 +14,10 @@ from torch import Tensor
 from regard.kernels import native_library as library
 from regard.measures import KeyLists
 
-__all__ = ["copy_lists"]
+__all__ = ["earlier_copies"]
 
 
-def copy_lists(ids: Tensor, after: Sequence[int]) -> KeyLists:
+def earlier_copies(ids: Tensor, after: Sequence[int]) -> KeyLists:
     """For each token of a text (1|B, N), whose positions rise one by one, two lists for each of `after` (0 or 1): the
     keys so many tokens after its earlier copies; and the same without the first token, its neighbours and itself.
     Their indices are those of `reductions.flat_lists`."""
@@ -28,9 +27,8 @@ def copy_lists(ids: Tensor, after: Sequence[int]) -> KeyLists:
     assert ids.dtype is torch.int64
     items, tokens = ids.shape
     keys = torch.empty(items, len(after) * tokens, dtype=torch.int32, device="cpu")
-    begin = torch.empty(2, items, tokens, 2 * len(after), dtype=torch.int64, device="cpu")
-    begin, end = begin[0], begin[1]
-    kinds = torch.frombuffer(bytearray(struct.pack(f"{len(after)}i", *after)), dtype=torch.int32)
+    begin, end = torch.empty(2, items, tokens, 2 * len(after), dtype=torch.int64, device="cpu")
+    kinds = torch.tensor(after, dtype=torch.int32, device="cpu")
     addresses = keys.data_ptr(), begin.data_ptr(), end.data_ptr()
     sizes = items, tokens, len(after)
     loaded.copies(library.COPIES.pack(library.COPIES.size, ids.data_ptr(), kinds.data_ptr(), *sizes, *addresses))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from regard.kernels.call import Call
-from regard.kernels.copies import copy_lists
+from regard.kernels.copies import earlier_copies
 from regard.kernels.reductions import flat_lists, is_contiguous, is_unpadded, item_stride, joined_columns, numbered
 from regard.measures import (
     Crop,
@@ -246,7 +246,7 @@ class LastingStatistics:
         # (a plane of its own, which shares nothing: no tensor of the text lives on)
         self.like.plane = replace(statistics.plane, ids=None, key_ids=None, text_ids=None)
         self.like.inputs = []
-        self.like.reductions = [(number, Reduction(lists=_COUNTED)) for number, _ in statistics.reductions]
+        self.like.reductions = [(number, Reduction(lists=_TWO_LISTS)) for number, _ in statistics.reductions]
 
     def of(self, ids: Tensor | None) -> Statistics:
         """Those of a text with these token ids (1|B, N)."""
@@ -254,7 +254,7 @@ class LastingStatistics:
         statistics.fields, statistics.inputs = self.like.fields.copy(), []
         if self.after:
             assert ids is not None
-            statistics._put_lists(copy_lists(ids, self.after))
+            statistics._put_lists(earlier_copies(ids, self.after))
         return statistics
 
 
@@ -276,7 +276,7 @@ _FIELDS = {  # where results stand among the fields of args.h from `entropy` on
 }
 _UNCOUNTED, _POSITIONS = 13, 14
 _NOTHING = torch.empty(1, 0, 2, dtype=torch.int64, device="cpu")
-_COUNTED = KeyLists(_NOTHING[..., 0], _NOTHING, _NOTHING)  # two lists for each query, as those of earlier copies
+_TWO_LISTS = KeyLists(_NOTHING[..., 0], _NOTHING, _NOTHING)  # for each query, as earlier copies have; without keys
 NO_STATISTICS = (0,) * 37
 
 

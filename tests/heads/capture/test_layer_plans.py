@@ -10,6 +10,7 @@ import pytest
 import torch
 from heads import hf_models
 from heads.hf_models import ZOO
+from heads.same_records import same
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
@@ -55,23 +56,6 @@ def without_plans(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any
             return function()
 
     return call
-
-
-def same(seen: regard.Record, expected: regard.Record) -> None:
-    assert seen.layers == expected.layers
-    assert seen.unseen == expected.unseen
-    for layer, other in zip(seen, expected, strict=True):
-        assert layer.kind == other.kind
-        assert list(layer.values) == list(other.values)
-        assert all(torch.equal(layer[name], other[name]) for name in layer.values)
-        if layer.texts > 1:
-            continue
-        assert torch.equal(layer.seen, other.seen)
-        assert list(layer.counts) == list(other.counts)
-        assert all(torch.equal(layer.counts[name], other.counts[name]) for name in layer.counts)
-        assert layer.uniform is not None
-        assert other.uniform is not None
-        assert all(torch.equal(layer.uniform[name], other.uniform[name]) for name in layer.uniform.values)
 
 
 class Stack(nn.Module):

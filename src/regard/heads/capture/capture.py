@@ -12,7 +12,7 @@ The way from a running model to `see(ObservedCall)`:
        (`streams.py`) and the output projection (`output_projection.py`).
     5. `AttentionCapture.report` calls `see`, and `change` if the capture replaces the heads' outputs.
 
-Layers of one forward that are like one before go from 2 or 3 to `see_by_plan` (`layer_plans.py`).
+Layers that are like one before, in this forward or an earlier one, go from 2 or 3 to `see_by_plan` (`layer_plans.py`).
 
 `unseen.py` names layers whose attention could not be read; `eager_mode.py` runs compiled models eagerly meanwhile.
 

@@ -10,7 +10,8 @@ have their key looked up, and are computed and kept (`Filing.see_by_plan`).
 
 A key is None where each layer has to be described: both functions take that.
 
-Plans last for one call of the model: then token ids and masks are others.
+Plans are dropped with the call of the model, whose token ids and masks they have. The first layer of the next call may
+find one that was kept without them (`AttentionCapture.earlier_plan`, `record/lasting_plans.py`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from regard import kernels
 from regard.checks import FARTHEST, check_positions
 from regard.errors import bad_type, bad_value, refuse_trace, shape_of, unknown_argument
-from regard.kernels import Call, plans, reference
+from regard.kernels import Call, plans, reference, repeated_measures
 from regard.kernels.call import accumulation_dtype
 from regard.kernels.dropout import Dropout, new_seed
 from regard.kernels.precision import casts_to, fixed_precision
@@ -226,11 +226,20 @@ def measure(
     (tensor([1., 1., 1.]), torch.Size([1, 2, 3, 5]))
     """
     _check_names(measure, options, _SCORE_OPTIONS)
+    chosen, key = as_measures(measures), None
+    if ids is None and out_weight is None:
+        found, key = repeated_measures.repeat(q, k, v, chosen, kernel, options)
+        if found is not None:
+            return found
     call = prepare(q, k, k if v is None else v, **options)
     if ids is not None:
         ids = _positions("ids", ids, q.shape[0], k.shape[2], q.device)
     plane = replace(plane_of(call), values=None if v is None else call.v, out_weight=out_weight, key_ids=ids)
-    return measure_call(call, as_measures(measures), plane=plane, output=v is not None, kernel=kernel)
+    results = measure_call(call, chosen, plane=plane, output=v is not None, kernel=kernel)
+    if key is not None:
+        with torch.inference_mode(False):  # (what is kept serves calls outside of it, too)
+            repeated_measures.keep(key, call, plane_of(replace(call)), chosen, v is not None)
+    return results
 
 
 def plane_of(call: Call) -> Plane:

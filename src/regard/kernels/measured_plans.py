@@ -27,7 +27,7 @@ from regard.kernels.lowering import in_rows
 from regard.kernels.native_statistics import NO_STATISTICS, LastingStatistics, Statistics
 from regard.measures import MeasureRun
 
-__all__ = ["LastingPlan", "MeasuredPlan", "keep", "lasting", "plan_of", "repeat"]
+__all__ = ["LastingPlan", "MeasuredPlan", "keep", "lasting", "plan_of", "planned", "repeat"]
 
 _STATISTICS = struct.Struct(f"{len(NO_STATISTICS)}q")  # the last fields of `native_library.CALL`
 
@@ -103,16 +103,25 @@ def repeat(call: Call, run: MeasureRun, output: bool) -> tuple[Tensor | None, Te
 def keep(call: Call, run: MeasureRun, out: Tensor | None, lse: Tensor) -> None:
     """Make a plan of a call that was computed, for the next one like it; if the native kernel computed it, and reads
     all tensors of the call where they are."""
-    key, loaded = _key(call, run, out is not None), library.load()
-    if key is None or run.kept is None or run.sees_all is None or loaded is None:
+    key = _key(call, run, out is not None)
+    if key is None or run.kept is None or run.sees_all is None:
         return
-    if any(in_rows(x) is not x for x in (call.q, call.k, call.v)) or not plans._in_place(call):
-        return
+    plan = planned(call, run, out, lse)
+    if plan is not None:
+        run.kept[key] = plan
+
+
+def planned(call: Call, run: MeasureRun, out: Tensor | None, lse: Tensor) -> MeasuredPlan | None:
+    """A plan of a call that the native kernel serves, with such an output and log-sum-exp; None if C does not read all
+    its tensors where they are."""
+    loaded = library.load()
+    if loaded is None or any(in_rows(x) is not x for x in (call.q, call.k, call.v)) or not plans._in_place(call):
+        return None
     packed = native._packed(call, out, lse).call
     before, after = packed[: plans._FIRST], packed[plans._LAST : -_STATISTICS.size]
     strides = () if out is None else out.stride()
     statistics = Statistics.of(call, run)
-    run.kept[key] = MeasuredPlan(library._found, loaded.handle.regard_attention, before, after, statistics, strides)
+    return MeasuredPlan(library._found, loaded.handle.regard_attention, before, after, statistics, strides)
 
 
 def _key(call: Call, run: MeasureRun, output: bool) -> Hashable | None:

@@ -11,6 +11,7 @@ Letters: B batch, H query heads, N queries, M keys, K sums for each query.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
@@ -70,6 +71,7 @@ class Statistics:
         self.plane = plane = run.plane.without_values()
         self.fields = [0] * len(NO_STATISTICS)  # of args.h from `entropy` on; 0 where an address of the block goes
         self.places: dict[str, tuple[int, torch.Size, torch.dtype]] = {}  # results: first byte, shape, dtype
+        self.strides: dict[str, tuple[int, ...]] = {}
         self.size = 0  # bytes of the block
         self.inputs: list[Any] = []  # what C reads: as long as this lives
         self.reductions: list[tuple[int, Reduction]] = []  # with the measure's number
@@ -174,6 +176,7 @@ class Statistics:
         if name not in self.places:
             full = torch.Size((self.plane.batch, self.plane.heads, *shape))
             self.places[name] = self.size, full, dtype
+            self.strides[name] = tuple(math.prod(full[axis + 1 :]) for axis in range(len(full)))
             self.size += -(full.numel() * dtype.itemsize // -64) * 64
 
     def _put(self, field: int, *values: int) -> None:
@@ -204,8 +207,8 @@ class Statistics:
     def result(self, name: str, block: Tensor) -> Tensor:
         """A result of a call, (B, H, ...)."""
         first, shape, dtype = self.places[name]
-        first //= dtype.itemsize
-        return block.view(dtype)[first : first + shape.numel()].view(shape)
+        numbers = block if dtype is block.dtype else block.view(dtype)
+        return numbers.as_strided(shape, self.strides[name], first // dtype.itemsize)
 
     def finish(self, block: Tensor, run: MeasureRun) -> None:
         """Hand the measures what a call gave."""

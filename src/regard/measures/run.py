@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -31,7 +31,7 @@ from regard.measures.distribution import (
 from regard.measures.maps import Heatmap, Links
 from regard.measures.tokens import Duplicate, Induction
 
-__all__ = ["DEFAULT", "MeasureLike", "MeasureRun", "Measurements", "as_measures"]
+__all__ = ["DEFAULT", "MeasureLike", "MeasureRun", "Measurements", "as_measures", "measures_key"]
 
 
 MeasureLike: TypeAlias = "str | Measure | type[Measure]"
@@ -101,6 +101,19 @@ def as_measures(measures: MeasureLike | Iterable[MeasureLike] | None) -> list[Me
     if twice:
         raise bad_value("measures", expected="one of a kind", received=f"{', '.join(twice)} twice")
     return chosen
+
+
+def measures_key(measures: list[Measure]) -> Hashable | None:
+    """A key that equal measures share; None if one of them is not known to be decided by plain numbers."""
+    key: list[Hashable] = []
+    for measure in measures:
+        settings = tuple(vars(measure).items())
+        if not type(measure).__module__.startswith("regard.measures."):
+            return None
+        if not all(x is None or type(x) in (bool, int, float, str) for _, x in settings):
+            return None
+        key.append((type(measure), settings))
+    return tuple(key)
 
 
 def _holds_tensors(measure: Measure) -> bool:

@@ -28,6 +28,7 @@ from regard.heads.record.sequences import Chunk, Difference, MeasuredLater, Sequ
 from regard.heads.record.shared_planes import SharedPlane, SharedPlanes
 from regard.kernels import Call, measured_plans, native
 from regard.measures import Measure, Measurements, MeasureRun, Plane
+from regard.measures.run import measures_key
 
 __all__ = ["Filing", "LayerPlan"]
 
@@ -223,7 +224,7 @@ class Filing:
 
     def _lasting_key(self, key: Hashable) -> Hashable | None:
         """What a plan that lasts depends on; None if there is none. (Measures may be changed until they are used.)"""
-        measures = lasting_plans.measures_key(self.measures)
+        measures = measures_key(self.measures)
         return None if measures is None else (key, measures, self.keep, self.most_for_roles)
 
     def see_by_plan(

@@ -17,9 +17,9 @@ from torch import Tensor
 from regard.heads.capture.observed import ObservedCall
 from regard.heads.record.shared_planes import SharedPlane
 from regard.kernels import Call, measured_plans
-from regard.measures import Measure, MeasureRun
+from regard.measures import MeasureRun
 
-__all__ = ["LastingLayerPlan", "find", "forget_all", "keep", "measures_key"]
+__all__ = ["LastingLayerPlan", "find", "forget_all", "keep"]
 
 MOST = 64  # that are kept; when there are more, all are forgotten
 
@@ -40,19 +40,6 @@ _plans: dict[Hashable, LastingLayerPlan] = {}
 def forget_all() -> None:
     """Forget all plans."""
     _plans.clear()
-
-
-def measures_key(measures: list[Measure]) -> Hashable | None:
-    """A key that equal measures share; None if one of them is not known to be decided by plain numbers."""
-    key: list[Hashable] = []
-    for measure in measures:
-        settings = tuple(vars(measure).items())
-        if not type(measure).__module__.startswith("regard.measures."):
-            return None
-        if not all(x is None or type(x) in (bool, int, float, str) for _, x in settings):
-            return None
-        key.append((type(measure), settings))
-    return tuple(key)
 
 
 def find(key: Hashable, ids: Tensor | None) -> LastingLayerPlan | None:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
 from torch import get_num_threads as num_threads
+from torch import is_grad_enabled
 
 from regard.kernels import measured_plans, native, operators, plans
 from regard.kernels import native_library as library

@@ -28,6 +28,7 @@ SOURCE = Path("src/regard/kernels/native")
 LIBRARY = "libregard_native.so"
 FLAGS = (
     "-std=c++17 -O3 -fPIC -fopenmp -fvisibility=hidden -fno-math-errno -fno-trapping-math -ffp-contract=fast "
+    "-falign-loops=64 "  # (Zen 3: an inner loop that begins within a cache line of code takes up to 9 % longer)
     "-Wall -Wextra -Wno-psabi -Wno-unknown-pragmas "
     "-Wno-uninitialized -Wno-maybe-uninitialized"  # (false alarms of GCC 12 in its own headers)
 )

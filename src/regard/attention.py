@@ -226,11 +226,12 @@ def measure(
     (tensor([1., 1., 1.]), torch.Size([1, 2, 3, 5]))
     """
     _check_names(measure, options, _SCORE_OPTIONS)
-    chosen, key = as_measures(measures), None
+    key = None
     if ids is None and out_weight is None:
-        found, key = repeated_measures.repeat(q, k, v, chosen, kernel, options)
+        found, key = repeated_measures.repeat(q, k, v, measures, kernel, options)
         if found is not None:
             return found
+    chosen = as_measures(measures)
     call = prepare(q, k, k if v is None else v, **options)
     if ids is not None:
         ids = _positions("ids", ids, q.shape[0], k.shape[2], q.device)

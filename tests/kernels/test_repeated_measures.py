@@ -132,6 +132,13 @@ def test_a_measure_that_was_changed() -> None:
     assert regard.measure(q, k, v, measures=measures.Heatmap(3)).heatmap.shape == (B, H, 3, 3)
 
 
+def test_names_that_can_be_read_once(planned: list[int]) -> None:
+    q, k, v = tensors(0)
+    for _ in range(2):
+        assert list(regard.measure(q, k, v, measures=iter(["entropy", "received"])).values) == ["entropy", "received"]
+    assert not planned
+
+
 def test_threads(planned: list[int]) -> None:
     before = torch.get_num_threads()
     try:

@@ -24,7 +24,7 @@ from regard.kernels import measured_plans, native, operators, plans
 from regard.kernels import native_library as library
 from regard.kernels import run as kernel_run
 from regard.kernels.call import Call
-from regard.measures import Measure, Measurements, MeasureRun, Plane
+from regard.measures import DEFAULT, Measure, Measurements, MeasureRun, Plane, as_measures
 from regard.measures.run import measures_key
 
 __all__ = ["clear", "keep", "repeat"]
@@ -48,7 +48,7 @@ def clear() -> None:
 
 
 def repeat(
-    q: Any, k: Any, v: Any, measures: list[Measure], kernel: Any, options: Mapping[str, Any]
+    q: Any, k: Any, v: Any, measures: Any, kernel: Any, options: Mapping[str, Any]
 ) -> tuple[Measurements, None] | tuple[None, Hashable | None]:
     """The results of a call that has a plan, with the output if v is not None; else None and the key for `keep`, which
     is None where the call has to take the usual way."""
@@ -58,7 +58,7 @@ def repeat(
         return None, None
     if output and is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None, None
-    others, asked = plans.options_key(options, learns=False), measures_key(measures)
+    others, asked = plans.options_key(options, learns=False), _asked(measures)
     if others is None or asked is None:
         return None, None
     try:
@@ -79,6 +79,21 @@ def repeat(
         results = run.result(lse)
     results.output = out
     return results, None
+
+
+def _asked(measures: Any) -> Hashable | None:
+    """The measures by their names, or by their classes and settings; None where there is no plan."""
+    if measures is None:
+        return DEFAULT
+    if type(measures) is str:
+        return (measures,)
+    if isinstance(measures, Measure):
+        return measures_key([measures])
+    if type(measures) not in (list, tuple):  # (an iterator can be read once only)
+        return None
+    if all(type(measure) is str for measure in measures):
+        return tuple(measures)
+    return measures_key(as_measures(measures))
 
 
 def keep(key: Hashable, call: Call, plane: Plane, measures: list[Measure], output: bool) -> None:

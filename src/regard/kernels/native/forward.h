@@ -14,6 +14,10 @@ struct Seen {
     Span span;
     const float *weights;  // (keys, LANES), relative to `sums.base`
     SpanSums sums;         // 0 in lanes that the span does not have
+
+    Seen(const Span &span, const float *weights) : span(span), weights(weights) {
+        if (span.lane > 0 || span.lanes_end < LANES) std::memset(&sums, 0, sizeof sums);
+    }
 };
 
 // Buffers of one thread.
@@ -231,7 +235,7 @@ void advance(const regard_args &a, const Block &block, Desk &desk, bool careful,
             if (span.masked) plan.hide(span, s);
             maxima(s, keys, first, last, rows, (int32_t)span.first);
         }
-        if (Look) desk.seen.push_back({span, s, {}});
+        if (Look) desk.seen.emplace_back(span, s);
         exponentials<Look>(s, keys, first, last, factor, rows, Look ? &desk.seen.back().sums : nullptr);
         if (!a.out) return;
         const float *p = s;

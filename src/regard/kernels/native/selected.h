@@ -46,6 +46,27 @@ inline void index_spans(Desk &desk) {
             desk.span_of[(size_t)(j - first)] = (int32_t)s;
 }
 
+// The sum of a lane's weights over some keys. Keys are `Everywhere` if all spans have all lanes, and none is left out.
+// The weights of all spans lie in one strip, so that a weight is found without its span.
+template <bool Everywhere>
+float sum_list(const Desk &desk, const int32_t *keys, int64_t count, int lane) {
+    const int64_t first = desk.seen.front().span.first, seen = (int64_t)desk.span_of.size();
+    const float *strip = desk.seen.front().weights + lane, *factors = desk.factors.data() + lane;
+    float sum = 0.0f;
+    for (int64_t x = 0; x < count; x++) {
+        const int64_t j = keys[x] - first;
+        if (j < 0 || j >= seen) continue;
+        const int32_t s = desk.span_of[(size_t)j];
+        if (!Everywhere) {
+            if (s < 0) continue;
+            const Span &span = desk.seen[(size_t)s].span;
+            if (lane < span.lane || lane >= span.lanes_end) continue;
+        }
+        sum += strip[j * LANES] * factors[s * LANES];
+    }
+    return sum;
+}
+
 inline void sum_lists(const regard_args &a, const Block &block, Desk &desk) {
     float *to = a.lists + place_of(a, block, a.list_count);
     if (desk.seen.empty()) {
@@ -53,22 +74,17 @@ inline void sum_lists(const regard_args &a, const Block &block, Desk &desk) {
         return;
     }
     index_spans(desk);
-    const int64_t first = desk.seen.front().span.first, count = (int64_t)desk.span_of.size();
-    const int64_t at = block.item * a.list_stride + block.row * a.list_count;
-    for (int i = 0; i < block.rows; i++) {
-        for (int64_t c = 0; c < a.list_count; c++) {
-            const int64_t list = at + i * a.list_count + c;
-            float sum = 0.0f;
-            for (int64_t x = a.list_begin[list]; x < a.list_end[list]; x++) {
-                const int64_t j = a.list_keys[x] - first;
-                if (j < 0 || j >= count || desk.span_of[(size_t)j] < 0) continue;
-                const size_t s = (size_t)desk.span_of[(size_t)j];
-                const Seen &seen = desk.seen[s];
-                if (i < seen.span.lane || i >= seen.span.lanes_end) continue;
-                sum += seen.weights[(first + j - seen.span.first) * LANES + i] * desk.factors[s * LANES + i];
-            }
-            to[i * a.list_count + c] = sum;
-        }
+    bool everywhere = true;
+    int64_t last = desk.seen.front().span.first;
+    for (const Seen &seen : desk.seen) {
+        everywhere = everywhere && seen.span.first == last && seen.span.lane == 0 && seen.span.lanes_end >= block.rows;
+        last = seen.span.last;
+    }
+    const auto sum = everywhere ? sum_list<true> : sum_list<false>;
+    const int64_t lists = block.item * a.list_stride + block.row * a.list_count;
+    for (int64_t x = 0; x < block.rows * a.list_count; x++) {
+        const int64_t begin = a.list_begin[lists + x], end = a.list_end[lists + x];
+        to[x] = begin < end ? sum(desk, a.list_keys + begin, end - begin, (int)(x / a.list_count)) : 0.0f;
     }
 }
 

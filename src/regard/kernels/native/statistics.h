@@ -117,14 +117,17 @@ inline void add_moments(const Seen &seen, const float *factor, Side side, Moment
     }
 }
 
-// Positions of the keys of a span, and how they lie to the queries of the block.
+// Positions of the keys of a span, and how they lie to the queries of the block. Where all lie on one side, the first
+// is enough.
 inline Side place_keys(const regard_args &a, const Block &block, const Span &span, Moments &moments) {
     const int64_t *positions = a.k_positions;
     if (!positions) {
         const int64_t origin = a.q_start + block.row;
-        for (int64_t j = span.first; j < span.last; j++) moments.key[j - span.first] = (float)(j - origin);
+        moments.key[0] = (float)(span.first - origin);
         if (span.last - 1 <= origin) return Side::BEFORE;
-        return span.first >= origin + block.rows - 1 ? Side::AFTER : Side::ACROSS;
+        if (span.first >= origin + block.rows - 1) return Side::AFTER;
+        for (int64_t j = span.first; j < span.last; j++) moments.key[j - span.first] = (float)(j - origin);
+        return Side::ACROSS;
     }
     const int64_t origin = a.q_positions[block.item * a.q_positions_stride + block.row];
     positions += block.item * a.k_positions_stride;
@@ -154,6 +157,33 @@ inline void add_across(F *across, int64_t keys, float *to) {
             for (int i = 0; j + i < keys; i++) to[j + i] += s[i];
         }
     }
+}
+
+// The statistics of each row. Each has a loop of its own, over all lanes, so that it is done in vectors.
+inline void write_rows(const regard_args &a, const Block &block, const Desk &desk, const Moments &moments,
+                       const float *on_first) {
+    const AllowSubnormals allow;
+    const Rows &rows = desk.rows;
+    const int64_t at = (block.item * a.heads + block.head) * a.queries + block.row;
+    alignas(64) float result[LANES];
+    bool empty[LANES];
+    for (int i = 0; i < LANES; i++) empty[i] = rows.total[i] == 0.0f || desk.factor[i] == 0.0f;
+    const auto write = [&](float *to, auto value) {
+        if (!to) return;
+        for (int i = 0; i < LANES; i++) result[i] = empty[i] ? 0.0f : (float)value(i);
+        std::memcpy(to + at, result, (size_t)block.rows * sizeof(float));
+    };
+    // `factor` includes the sink in the denominator: the mass of a row is then below 1.
+    write(a.entropy, [&](int i) {
+        const double factor = desk.factor[i], mass = rows.total[i] * factor, logs = rows.logs[i] * factor;
+        return mass * desk.log[i] - logs * 0.6931471805599453;
+    });
+    write(a.peak, [&](int i) { return desk.factor[i]; });
+    write(a.distance, [&](int i) { return moments.apart[i] / moments.mass[i]; });
+    write(a.offset, [&](int i) { return moments.ahead[i] / moments.mass[i]; });
+    if (a.on_first) std::memcpy(a.on_first + at, on_first, (size_t)block.rows * sizeof(float));
+    if (a.target)
+        for (int i = 0; i < block.rows; i++) a.target[at + i] = empty[i] ? -1 : rows.at[i];
 }
 
 inline void look(const regard_args &a, const Block &block, Desk &desk, const Part &part, float *cells) {
@@ -252,22 +282,7 @@ inline void look(const regard_args &a, const Block &block, Desk &desk, const Par
         }
     }
     if (selects(a)) select(a, block, desk);
-    const int64_t at = (block.item * a.heads + block.head) * a.queries + block.row;
-    const AllowSubnormals allow;
-    for (int i = 0; i < block.rows; i++) {
-        // `factor` includes the sink in the denominator: the mass is then below 1.
-        const double mass = (double)rows.total[i] * desk.factor[i];
-        const bool empty = rows.total[i] == 0.0f || desk.factor[i] == 0.0f;
-        if (a.entropy) {
-            const double logs = (double)rows.logs[i] * desk.factor[i];
-            a.entropy[at + i] = empty ? 0.0f : (float)(mass * desk.log[i] - logs * 0.6931471805599453);
-        }
-        if (a.peak) a.peak[at + i] = empty ? 0.0f : desk.factor[i];
-        if (a.target) a.target[at + i] = empty ? -1 : rows.at[i];
-        if (a.distance) a.distance[at + i] = empty ? 0.0f : (float)(moments.apart[i] / moments.mass[i]);
-        if (a.offset) a.offset[at + i] = empty ? 0.0f : (float)(moments.ahead[i] / moments.mass[i]);
-        if (a.on_first) a.on_first[at + i] = on_first[i];
-    }
+    write_rows(a, block, desk, moments, on_first);
 }
 
 }  // namespace REGARD_NAMESPACE

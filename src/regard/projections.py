@@ -2,7 +2,8 @@
 
 On CPU, torch gives products to MKL, one operation at a time. Where nothing can tell the difference (no gradient, hook,
 compiler or mode; a plain `nn.Linear`), a faster library computes the same here, together with what follows: our own
-(`native_products.rows_served` says where), or oneDNN::
+(`native_products.rows_served` says where), or oneDNN. Where a gradient is wanted, our own computes `project_each` of
+large weights, and torch its gradients::
 
     project(linear, x)                      linear(x)
     project(linear, x, activation="gelu")   gelu(linear(x))
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -104,10 +106,13 @@ def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...
     >>> [out.shape[-1] for out in project_each((a, b), x)]
     [5, 7]
     """
+    if not _learns(x) and _is_native(linears, x):
+        return tuple(_multiply(linears, x))
+    if torch.is_grad_enabled() and _is_native(linears, x, learning=True):
+        weights = [linear._parameters["weight"] for linear in linears]
+        return _Learning.apply(x, *weights, *[linear._parameters["bias"] for linear in linears])  # type: ignore[return-value]
     if _learns(x):
         return tuple([linear(x) for linear in linears])
-    if _is_native(linears, x):
-        return tuple(_multiply(linears, x))
     copy = None if torch.compiler.is_compiling() else active_copy(linears)
     if copy is None or not _is_plain_group(linears, x, copy):
         return tuple([project(linear, x) for linear in linears])
@@ -124,7 +129,7 @@ def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...
 
 
 def _learns(x: Tensor) -> bool:
-    """Whether a gradient of x is wanted, so that torch has to multiply. (Asked first: other questions take time.)"""
+    """Whether a gradient of x is wanted. (Asked first: other questions take time.)"""
     return torch.is_grad_enabled() and x.requires_grad
 
 
@@ -153,9 +158,12 @@ def _named(activation: str) -> Callable[[Tensor], Tensor]:
 # Our own products
 
 
-def _is_native(linears: tuple[nn.Module, ...], x: Tensor, other: Tensor | None = None) -> bool:
+def _is_native(
+    linears: tuple[nn.Module, ...], x: Tensor, other: Tensor | None = None, *, learning: bool = False
+) -> bool:
     """Whether our own library may multiply x by these weights, and it is worthwhile. Runs before every product: the
-    cheapest checks come first."""
+    cheapest checks come first. If `learning`, a gradient may be wanted: an autograd function of ours takes longer than
+    torch's, which only large weights outweigh."""
     if type(x) not in PLAIN or torch.compiler.is_compiling():
         return False
     served = native_products.rows_served(x.dtype)
@@ -170,12 +178,12 @@ def _is_native(linears: tuple[nn.Module, ...], x: Tensor, other: Tensor | None =
     rows = numbers // width if width else 0
     narrow = x.dtype is not torch.float32
     least = 4 * _WORTHWHILE if narrow and rows == 1 else _WORTHWHILE  # (torch has a kernel of its own for such a row)
-    if rows not in served or numbers * outs < least or _is_observed():
+    if rows not in served or numbers * outs < least or (learning and outs * width < _LARGE) or _is_observed():
         return False
     if x.is_neg() or (other is not None and other.is_neg()):
         return False
     for linear in linears:
-        weight, bias = _weight_if_plain(linear, x, other), linear._parameters.get("bias")
+        weight, bias = _weight_if_plain(linear, x, other, learning), linear._parameters.get("bias")
         if weight is None or weight.stride(1) != 1 or weight.is_neg() or not weight.data_ptr():
             return False
         if bias is not None and (bias.is_neg() or not bias.data_ptr()):
@@ -189,6 +197,45 @@ def _multiply(
     weights = [linear._parameters["weight"] for linear in linears]
     biases = [linear._parameters["bias"] for linear in linears]
     return native_products.multiply(x, weights, biases, after, other)  # type: ignore[arg-type]
+
+
+class _Learning(torch.autograd.Function):
+    """`_multiply` with gradients, which torch computes by operations that have gradients themselves.
+
+    It keeps what torch would keep: x if the gradient of a weight is wanted, the weights if that of x is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights_and_biases: Tensor | None) -> tuple[Tensor, ...]:
+        count = len(weights_and_biases) // 2
+        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
+        of_x, of_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1 : 1 + count])
+        ctx.save_for_backward(x if of_weights else None, *[w if of_x else None for w in weights])
+        ctx.shape = x.shape
+        ctx.set_materialize_grads(False)
+        return tuple(native_products.multiply(x, weights, biases))  # type: ignore[arg-type]
+
+    @staticmethod
+    def backward(ctx: Any, *downs: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        of_x, of_weights = ctx.needs_input_grad[0], ctx.needs_input_grad[1 : 1 + len(weights)]
+        of_biases = ctx.needs_input_grad[1 + len(weights) :]
+        rows = [None if down is None else _rows(down) for down in downs]  # (rows, out) each
+        x_grad = None
+        if of_x:
+            for down, weight in zip(rows, weights, strict=True):
+                if down is not None:
+                    x_grad = down @ weight if x_grad is None else torch.addmm(x_grad, down, weight)
+            x_grad = None if x_grad is None else x_grad.view(ctx.shape)
+        x_rows = None if x is None else _rows(x)
+        weight_grads = [
+            down.t() @ x_rows if wanted and down is not None and x_rows is not None else None
+            for down, wanted in zip(rows, of_weights, strict=True)
+        ]
+        bias_grads = [
+            down.sum(0) if wanted and down is not None else None for down, wanted in zip(rows, of_biases, strict=True)
+        ]
+        return (x_grad, *weight_grads, *bias_grads)
 
 
 # ----------------------------------------------------------------------------------------------------
@@ -256,8 +303,9 @@ def _mkl_is_fast() -> bool:
 # What must not be noticed
 
 
-def _weight_if_plain(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tensor | None:
-    """The weight if module and tensors are plain (no hooks, subclasses, gradients): another library may use it."""
+def _weight_if_plain(linear: nn.Module, x: Tensor, other: Tensor | None, learning: bool = False) -> Tensor | None:
+    """The weight if module and tensors are plain (no hooks or subclasses, nor gradients unless `learning`): another
+    library may use it."""
     if (
         type(linear) is not nn.Linear
         or linear._forward_hooks
@@ -273,7 +321,7 @@ def _weight_if_plain(linear: nn.Module, x: Tensor, other: Tensor | None) -> Tens
     weight, bias = parameters["weight"], parameters["bias"]
     if weight is None or type(weight) not in PLAIN:
         return None
-    dtype, grad = weight.dtype, torch.is_grad_enabled()
+    dtype, grad = weight.dtype, torch.is_grad_enabled() and not learning
     if not (is_plain(x, dtype, grad) and is_plain(weight, dtype, grad)):
         return None
     if bias is not None and not (is_plain(bias, dtype, grad) and bias.dim() == 1 and bias.is_contiguous()):

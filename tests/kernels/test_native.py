@@ -91,7 +91,8 @@ EDGES = [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 67, 127, 129]
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_sizes_around_every_edge(mask: str, instruction_set: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sizes_around_every_edge(dtype: torch.dtype, mask: str, instruction_set: str) -> None:
     generator = torch.Generator().manual_seed(0)
     pairs = list(zip(EDGES, EDGES[::-1], strict=True)) + [(n, n) for n in EDGES] + [(1, 517), (300, 3), (65, 577)]
     for i, (n, m) in enumerate(pairs):
@@ -100,7 +101,7 @@ def test_sizes_around_every_edge(mask: str, instruction_set: str) -> None:
         q, k, v = (torch.randn(*s, generator=generator) for s in ((b, g * r, n, d), (b, g, m, d), (b, g, m, e)))
         made = MASKS[mask](b, g * r, n, m)
         case = Case(q, k, v, {} if made is None else {"mask": made})
-        case = case.to(torch.float32, ["plain", "transposed", "gaps"][i % 3])
+        case = case.to(dtype, ["plain", "transposed", "gaps"][i % 3])
         assert_accurate(case, case.with_gradients(case.attend("native")), f"{n} x {m}, {d}, {e}")
 
 
@@ -190,12 +191,15 @@ def assert_same_measures(ours: Any, right: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
-def test_threads_change_nothing_and_repeats_are_the_same_bits(count: int, threads: Any, instruction_set: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_change_nothing_and_repeats_are_the_same_bits(
+    dtype: torch.dtype, count: int, threads: Any, instruction_set: str
+) -> None:
     threads(count)
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 6, 331, 32), torch.randn(2, 2, 331, 32), torch.randn(2, 2, 331, 32)
     bias = torch.randn(1, 6, 331, 331)
-    case = Case(q, k, v, {"mask": Causal(), "dropout": 0.2, "bias": [bias]}).to(torch.float32)
+    case = Case(q, k, v, {"mask": Causal(), "dropout": 0.2, "bias": [bias]}).to(dtype)
     first = case.with_gradients(case.attend("native"))
     assert_accurate(case, first, f"{count} threads")
     for _ in range(3):
@@ -219,20 +223,38 @@ def test_decode_repeats_the_same_bits(threads: Any) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", ["k", "v"])
 @pytest.mark.parametrize("n", [1, 5, 70])
-def test_what_is_hidden_does_not_leak(bad: float, where: str, n: int, instruction_set: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_hidden_does_not_leak(dtype: torch.dtype, bad: float, where: str, n: int, instruction_set: str) -> None:
     torch.manual_seed(0)
-    q, k, v = torch.randn(2, 4, n, 8), torch.randn(2, 2, 97, 8), torch.randn(2, 2, 97, 8)
-    clean = regard.attend(q, k, v, mask=Padding(lengths=torch.tensor([90, 50])), kernel="native")
-    dirty = {"k": k.clone(), "v": v.clone()}
+    q, k, v = (torch.randn(2, h, m, 8).to(dtype).requires_grad_() for h, m in ((4, n), (2, 97), (2, 97)))
+    lengths = torch.tensor([90, 51])
+    clean = regard.attend(q, k, v, mask=Padding(lengths=lengths), kernel="native")
+    right = torch.autograd.grad(clean.square().sum(), [q, k, v])
+    dirty = {"k": k.detach().clone(), "v": v.detach().clone()}
     dirty[where][0, :, 90:] = bad
-    dirty[where][1, :, 50:, 3] = bad
-    leaves = [x.requires_grad_() for x in (q, dirty["k"], dirty["v"])]
-    lengths = torch.tensor([90, 50])
+    dirty[where][1, :, 51:, 3] = bad
+    leaves = [q, dirty["k"].requires_grad_(), dirty["v"].requires_grad_()]
+    # (Weights are not rounded where values are no numbers, so outputs, of about 1, may differ by a rounding.)
+    rounding = {"rtol": 10 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
     for mask in (Padding(lengths=lengths), Keep(torch.arange(97) < lengths[:, None, None])):
         out = regard.attend(*leaves, mask=mask, kernel="native")
-        torch.testing.assert_close(out, clean)
-        for grad in torch.autograd.grad(out.square().sum(), leaves):
-            assert grad.isfinite().all()
+        torch.testing.assert_close(out, clean, **rounding)
+        for grad, expected in zip(torch.autograd.grad(out.square().sum(), leaves), right, strict=True):
+            torch.testing.assert_close(grad, expected, **rounding)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [8, 33, 200])
+def test_one_visible_key_leaves_no_gradient_of_scores(dtype: torch.dtype, d: int, instruction_set: str) -> None:
+    """Its weight is 1, whatever the score; and v's gradient is the sum of all that comes down."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, n, d).to(dtype).requires_grad_() for h, n in ((6, 67), (3, 1), (3, 1)))
+    d_out = torch.randn(2, 6, 67, d).to(dtype)
+    d_q, d_k, d_v = torch.autograd.grad(regard.attend(q, k, v, kernel="native"), (q, k, v), d_out)
+    assert (d_q == 0).all()
+    assert (d_k == 0).all()
+    right = d_out.double().unflatten(1, (3, 2)).sum((2, 3))[:, :, None]
+    torch.testing.assert_close(d_v, right.to(dtype))
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v"])

@@ -360,10 +360,11 @@ def test_another_library_or_instruction_set(monkeypatch: pytest.MonkeyPatch, pla
         regard.attend(q, k, v, kernel="native")
 
 
-def test_gradients_of_a_plan(planned: list[bool]) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_of_a_plan(dtype: torch.dtype, planned: list[bool]) -> None:
     """First derivatives, within autocast's backward pass too; second ones are refused as always."""
-    q, k, v = heads(5, requires_grad=True)
-    down = torch.randn(2, 4, 5, 8)
+    q, k, v = (x.to(dtype).requires_grad_() for x in heads(5))
+    down = torch.randn(2, 4, 5, 8).to(dtype)
     expected = torch.autograd.grad(usual(q, k, v, mask=Causal()), (q, k, v), down)
     for _ in range(3):
         out = regard.attend(q, k, v, mask=Causal())

@@ -101,11 +101,10 @@ def _layout(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *sinks: T
 
 
 def _is_plain(out: Tensor, d_out: Tensor) -> bool:
-    """Whether the backward pass may be packed as the forward pass was: in float32 (others are converted first), and no
-    one differentiates or traces it."""
+    """Whether the backward pass may be packed as the forward pass was: no one differentiates or traces it."""
     return (
-        out.dtype is torch.float32
-        and type(d_out) is Tensor
+        type(d_out) is Tensor
+        and d_out.dtype is out.dtype
         and not is_grad_enabled()
         and not is_compiling()
         and not dispatch_modes()

@@ -11,8 +11,11 @@
 
 namespace REGARD_NAMESPACE {
 
-thread_local Bench bench;
+template <class T>
+thread_local Bench<T> bench_of;
 
+// T: the operands of the products.
+template <class T>
 class Backward {
     const regard_args &a;
     const regard_gradients &g;
@@ -38,7 +41,8 @@ class Backward {
     }
 
     // The steps of a part, one team at a time.
-    void take_steps(const Unit &unit, int64_t kv_head, int64_t part) {
+    void take_steps(const Unit<T> &unit, int64_t kv_head, int64_t part) {
+        Bench<T> &bench = bench_of<T>;
         const auto nth = [&](int64_t n) { return (part + n / together * parts) * together + n % together; };
         const int64_t count = (steps() / together - part + parts - 1) / parts * together;
         for (int64_t n = 0; n < count; n += team) {
@@ -65,36 +69,40 @@ class Backward {
 
     void run_unit(int64_t number) {
         const int64_t kv_head = number / parts, item = kv_head / a.groups, group = kv_head % a.groups;
-        const float *k = (const float *)a.k + item * a.k_stride[0] + group * a.k_stride[1];
-        const float *v = (const float *)a.v + item * a.v_stride[0] + group * a.v_stride[1];
+        Bench<T> &bench = bench_of<T>;
         float *const dk = parts == 1 ? bench.dk : sums + number * (dk_size + dv_size);
         float *const dv = parts == 1 ? bench.dv : dk + dk_size;
-        k = side_by_side(k, a.k_stride[2], a.keys, a.width, bench.k);
-        v = side_by_side(v, a.v_stride[2], a.keys, a.value_width, bench.v);
-        const bool careful = any_mask(a) && !(finite(k, a.keys * a.width) && finite(v, a.keys * a.value_width));
+        const T *k = contiguous_rows(a, a.k, a.k_stride, a.width, item, group, bench.k);
+        const T *v = contiguous_rows(a, a.v, a.v_stride, a.value_width, item, group, bench.v);
+        const bool careful = any_mask(a) && !(finite(k, a.keys * operands<T>(a.width)) &&
+                                              finite(v, a.keys * operands<T>(a.value_width)));
         std::memset(dk, 0, (size_t)dk_size * sizeof(float));
         std::memset(dv, 0, (size_t)dv_size * sizeof(float));
-        take_steps({number, k, v, dk, dv, careful}, kv_head, number % parts);
+        const T *columns = as_columns(a, item, group, k, bench.k_columns);
+        take_steps({number, k, v, columns, dk, dv, careful}, kv_head, number % parts);
         if (parts == 1) deliver(kv_head, dk, dv, 0, a.keys);
     }
 
     // Writes the rows [first, last) of the gradients of a kv head: the sum over its parts, the first of which is given.
     void deliver(int64_t kv_head, const float *dk, const float *dv, int64_t first, int64_t last) const {
-        const auto rows = [&](const float *from, int64_t padded, int64_t width, float factor, void *to,
+        const auto rows = [&](const float *from, int64_t padded, int64_t width, float factor, auto *to,
                               const int64_t *stride) {
-            float *at = (float *)to + kv_head / a.groups * stride[0] + kv_head % a.groups * stride[1];
+            auto *at = to + kv_head / a.groups * stride[0] + kv_head % a.groups * stride[1];
             for (int64_t j = first; j < last; j++) {
                 for (int64_t x = 0; x < width; x += W) {
                     F sum = load(from + j * padded + x);
                     for (int64_t i = 1; i < parts; i++) sum += load(from + i * (dk_size + dv_size) + j * padded + x);
                     sum *= factor;
                     if (x + W <= width) store(at + j * stride[2] + x, sum);
-                    else std::memcpy(at + j * stride[2] + x, &sum, (size_t)(width - x) * sizeof(float));
+                    else store_some(at + j * stride[2] + x, sum, width - x);
                 }
             }
         };
-        if (g.d_k) rows(dk, padded_k, a.width, a.scale, g.d_k, g.d_k_stride);
-        if (g.d_v) rows(dv, padded_v, a.value_width, a.drop_rows ? a.drop_kept : 1.0f, g.d_v, g.d_v_stride);
+        with_dtype(a.dtype, [&](auto number) {
+            using N = decltype(number);
+            if (g.d_k) rows(dk, padded_k, a.width, a.scale, (N *)g.d_k, g.d_k_stride);
+            if (g.d_v) rows(dv, padded_v, a.value_width, a.drop_rows ? a.drop_kept : 1.0f, (N *)g.d_v, g.d_v_stride);
+        });
     }
 
   public:
@@ -117,11 +125,14 @@ class Backward {
     void run() {
         std::atomic<int64_t> next{0};
         std::atomic<bool> failed{false};
+        const bool copies_k = !in_place<T>(a, a.k, a.k_stride, a.width);
+        const bool copies_v = !in_place<T>(a, a.v, a.v_stride, a.value_width);
         in_team(a.threads, [&] {
             FlushSubnormals flush;
+            Bench<T> &bench = bench_of<T>;
             bool ready = true;
             try {
-                bench.lay(a, team, parts == 1);
+                bench.lay(a, team, copies_k, copies_v, parts == 1);
             } catch (const std::bad_alloc &) {
                 ready = false;
                 failed = true;

@@ -68,10 +68,10 @@ bool good_shape(const regard_args &a) {
     return a.width >= 1 && a.width <= REGARD_WIDEST && a.value_width >= 1 && a.value_width <= REGARD_WIDEST;
 }
 
-// Whether everything is given that the backward pass needs. (It supports float32 only.)
+// Whether everything is given that the backward pass needs.
 bool complete(const regard_args &a, const regard_gradients &g) {
     const bool nothing = a.batch * a.heads * a.queries == 0;
-    return a.dtype == REGARD_FLOAT32 && !a.segments && (nothing || (a.out && a.lse && g.d_out));
+    return !a.segments && (nothing || (a.out && a.lse && g.d_out));
 }
 
 // Fewer threads if there is little to do: waking a thread takes microseconds.

@@ -85,11 +85,48 @@ inline void to_pairs(const BFloat16 *from, int64_t width, Pair *to) {
     std::memset(to + (width - 1) / 2, 0, sizeof *to);  // an odd width is padded with 0
     std::memcpy(to, from, (size_t)width * sizeof *from);
 }
+// Interleaves two rows to pairs; `second` may be null for 0.
+inline void pair_rows(const BFloat16 *first, const BFloat16 *second, int64_t width, Pair *to) {
+    for (int64_t x = 0; x < width; x++) to[x] = (Pair)(first[x].bits | (uint32_t)(second ? second[x].bits : 0) << 16);
+}
+
+// Rows of a block from memory to lanes of T. `width`: numbers of a row. `pairs`: memory for the rows as pairs.
+template <class T>
+void to_lanes(const regard_args &a, const void *x, const int64_t (&stride)[3], int64_t width, const Block &block,
+              Pair *pairs, T *to) {
+    const int64_t at = block.item * stride[0] + block.head * stride[1] + block.row * stride[2];
+    if constexpr (std::is_same_v<T, Pair>) {
+        // Pairs are transposed like floats.
+        const BFloat16 *from = (const BFloat16 *)x + at;
+        int64_t apart = stride[2] / 2;
+        if (!lies_in_pairs(x, stride, width)) {
+            apart = (width + 1) / 2;
+            for (int i = 0; i < block.rows; i++) to_pairs(from + i * stride[2], width, pairs + i * apart);
+            from = (const BFloat16 *)pairs;
+        }
+        rows_to_lanes((const float *)from, apart, block.rows, block.lanes, (width + 1) / 2, (float *)to);
+    } else {
+        with_dtype(a.dtype, [&](auto number) {
+            rows_to_lanes((const decltype(number) *)x + at, stride[2], block.rows, block.lanes, width, to);
+        });
+    }
+}
 
 // The value of key j, counted from an even key; a pair has the values of two keys.
 inline float value_at(const float *v, int64_t stride, int64_t j, int64_t e) { return v[j * stride + e]; }
 inline float value_at(const Pair *v, int64_t stride, int64_t j, int64_t e) {
     return widened(BFloat16{(uint16_t)((uint32_t)v[j / 2 * stride + e] >> 16 * (j % 2))});
+}
+
+// Rounds neighbouring keys of a span to pairs.
+inline void pair_keys(const float *x, const Span &span, Pair *to) {
+    const int64_t keys = span.last - span.first;
+    for (int64_t j = 0; j < keys; j += 2) {
+        for (int lane = span.lane; lane < span.lanes_end; lane += W) {
+            const float *at = x + j * LANES + lane;
+            store(to + j / 2 * LANES + lane, paired(load(at), j + 1 < keys ? load(at + LANES) : F{}));
+        }
+    }
 }
 
 // o += p v
@@ -101,14 +138,9 @@ inline void values_of(const float *v, int64_t stride, const float *p, const Span
 }
 inline void values_of(const Pair *v, int64_t stride, const float *p, const Span &span, int64_t width, Desk &desk,
                       const Ahead &ahead) {
-    const int64_t keys = span.last - span.first;
-    for (int64_t j = 0; j < keys; j += 2) {
-        for (int lane = span.lane; lane < span.lanes_end; lane += W) {
-            const float *x = p + j * LANES + lane;
-            store(desk.rounded + j / 2 * LANES + lane, paired(load(x), j + 1 < keys ? load(x + LANES) : F{}));
-        }
-    }
-    values(v, stride, desk.rounded, (keys + 1) / 2, width, span.lane, span.lanes_end, desk.rows.shrink, desk.o, ahead);
+    pair_keys(p, span, desk.rounded);
+    values(v, stride, desk.rounded, (span.last - span.first + 1) / 2, width, span.lane, span.lanes_end,
+           desk.rows.shrink, desk.o, ahead);
 }
 
 // The same if v has NaN or inf: only visible pairs, since 0 * NaN of a hidden one must not count. (NaN of a visible one
@@ -149,24 +181,7 @@ inline double natural_of(const regard_args &a) { return transforms(a) ? 1.0 : a.
 // Loads the queries into the lanes, and resets the running softmax.
 template <class T>
 void start(const regard_args &a, const Block &block, Desk &desk) {
-    const int64_t at = block.item * a.q_stride[0] + block.head * a.q_stride[1] + block.row * a.q_stride[2];
-    if constexpr (std::is_same_v<T, Pair>) {
-        // Pairs are transposed like floats.
-        const BFloat16 *from = (const BFloat16 *)a.q + at;
-        int64_t stride = a.q_stride[2] / 2;
-        const int64_t width = width_of<Pair>(a);
-        if (!lies_in_pairs(a.q, a.q_stride, a.width)) {
-            for (int i = 0; i < block.rows; i++)
-                to_pairs(from + i * a.q_stride[2], a.width, (Pair *)desk.keys + i * width);
-            from = (const BFloat16 *)desk.keys;
-            stride = width;
-        }
-        rows_to_lanes((const float *)from, stride, block.rows, block.lanes, width, desk.q);
-    } else {
-        with_dtype(a.dtype, [&](auto number) {
-            rows_to_lanes((const decltype(number) *)a.q + at, a.q_stride[2], block.rows, block.lanes, a.width, desk.q);
-        });
-    }
+    to_lanes(a, a.q, a.q_stride, a.width, block, (Pair *)desk.keys, (T *)desk.q);
     if (a.out) {  // only lanes that are used: a short text has 16 of the 64
         for (int64_t e = 0; e < a.value_width; e++)
             for (int lane = 0; lane < block.lanes; lane += COLUMN)
@@ -197,12 +212,12 @@ template <bool Look, class T>
 void advance(const regard_args &a, const Block &block, Desk &desk, bool careful, int64_t from, int64_t to) {
     const T *k = (const T *)a.k + block.item * a.k_stride[0] + block.group * a.k_stride[1];
     const T *v = (const T *)a.v + block.item * a.v_stride[0] + block.group * a.v_stride[1], *q = (const T *)desk.q;
-    constexpr int64_t TOGETHER = std::is_same_v<T, Pair> ? 2 : 1;  // keys per row of v
+    constexpr int64_t SOME = TOGETHER<T>;  // keys in a row of v
     const int64_t width = width_of<T>(a);
     Rows &rows = desk.rows;
     const bool transformed = transforms(a);
     const float factor = desk.exponent = exponent_of(a);
-    Plan plan(a, block, TOGETHER);
+    Plan plan(a, block, SOME);
     plan.each(from, to, [&](const Span &span) {
         const int64_t keys = span.last - span.first;
         const int first = span.lane, last = span.lanes_end;
@@ -215,7 +230,7 @@ void advance(const regard_args &a, const Block &block, Desk &desk, bool careful,
                               : desk.upcoming ? rows_ahead(a, a.q, a.q_stride, *desk.upcoming, a.width)
                                               : Ahead();
         const Ahead v_ahead =
-            !ends ? Ahead(v + span.last / TOGETHER * a.v_stride[2], (next + 1) / TOGETHER, a.value_width, a.v_stride[2])
+            !ends ? Ahead(v + span.last / SOME * a.v_stride[2], (next + 1) / SOME, a.value_width, a.v_stride[2])
                   : rows_ahead(a, a.out, a.out_stride, block, a.value_width);
         float *s = Look ? desk.strip + (span.first - plan.first()) * LANES : desk.s;
         if (!transformed && !span.masked) {
@@ -245,7 +260,7 @@ void advance(const regard_args &a, const Block &block, Desk &desk, bool careful,
                  stride[1], a.drop_threshold, desk.kept);
             p = desk.kept;
         }
-        const T *value = v + span.first / TOGETHER * a.v_stride[2];
+        const T *value = v + span.first / SOME * a.v_stride[2];
         careful ? values_carefully(value, a.v_stride[2], p, plan, span, a.value_width, desk)
                 : values_of(value, a.v_stride[2], p, span, a.value_width, desk, v_ahead);
     });

@@ -25,6 +25,10 @@ void attention(const regard_args &a) {
     });
 }
 
-void backward(const regard_args &a, const regard_gradients &g) { Backward(a, g).run(); }
+void backward(const regard_args &a, const regard_gradients &g) {
+    if constexpr (PAIRS)
+        if (a.dtype == REGARD_BFLOAT16) return Backward<Pair>(a, g).run();
+    Backward<float>(a, g).run();
+}
 
 }  // namespace REGARD_NAMESPACE

@@ -120,20 +120,21 @@ void values_tile(const T *v, int64_t v_stride, const T *p, int64_t keys, const f
     }
 }
 
-// R rows of weights against NV vectors of the rows of `lanes` queries: to += p rows. The sum starts from 0 and is added
-// at once: over thousands of queries, sums of sums have less rounding error than a long sum.
-template <int R, int NV>
-void rows_tile(const float *p, int64_t lanes, const float *rows, int64_t stride, float *to) {
+// R rows of weights against NV vectors of the rows of queries: to += p rows. With pairs, a row of p holds LANES / 2
+// pairs of lanes, and `rows` holds pairs of queries. The sum starts from 0 and is added at once: over thousands of
+// queries, sums of sums have less rounding error than a long sum.
+template <int R, int NV, class T>
+void rows_tile(const T *p, int64_t count, const T *rows, int64_t stride, float *to) {
     F sum[R][NV] = {};
-    for (int64_t i = 0; i < lanes; i++) {
-        F x[NV];
+    for (int64_t i = 0; i < count; i++) {
+        Vector<T> x[NV];
 #pragma GCC unroll 16
         for (int v = 0; v < NV; v++) x[v] = load(rows + i * stride + v * W);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-            const F y = broadcast(p[r * LANES + i]);
+            const Vector<T> y = broadcast(p[r * (LANES / TOGETHER<T>)+i]);
 #pragma GCC unroll 16
-            for (int v = 0; v < NV; v++) sum[r][v] += y * x[v];
+            for (int v = 0; v < NV; v++) sum[r][v] = add_product(sum[r][v], y, x[v]);
         }
     }
 #pragma GCC unroll 16
@@ -150,7 +151,8 @@ template <class T>
 using ScoresTile = decltype(&scores_tile<1, 1, false, false, false, T>);
 template <class T>
 using ValuesTile = decltype(&values_tile<1, 1, T>);
-using RowsTile = decltype(&rows_tile<1, 1>);
+template <class T>
+using RowsTile = decltype(&rows_tile<1, 1, T>);
 
 template <int NV, bool Add, bool Max, bool Where, class T, int... r>
 constexpr std::array<ScoresTile<T>, MOST_ROWS> scores_tiles(std::integer_sequence<int, r...>) {
@@ -160,9 +162,9 @@ template <int NV, class T, int... r>
 constexpr std::array<ValuesTile<T>, MOST_ROWS> values_tiles(std::integer_sequence<int, r...>) {
     return {(r < rows_of(NV) ? &values_tile<(r < rows_of(NV) ? r + 1 : 1), NV, T> : nullptr)...};
 }
-template <int NV, int... r>
-constexpr std::array<RowsTile, MOST_ROWS> rows_tiles(std::integer_sequence<int, r...>) {
-    return {(r < rows_of(NV) ? &rows_tile<(r < rows_of(NV) ? r + 1 : 1), NV> : nullptr)...};
+template <int NV, class T, int... r>
+constexpr std::array<RowsTile<T>, MOST_ROWS> rows_tiles(std::integer_sequence<int, r...>) {
+    return {(r < rows_of(NV) ? &rows_tile<(r < rows_of(NV) ? r + 1 : 1), NV, T> : nullptr)...};
 }
 
 template <int NV, bool Add, bool Max, bool Where, class T>
@@ -189,15 +191,14 @@ void values_strip(const T *v, int64_t v_stride, const T *p, int64_t keys, int64_
     }
 }
 
-template <int NV>
-void rows_strip(const float *p, int64_t keys, int64_t lanes, const float *rows, int64_t stride, float *to,
-                Ahead &ahead) {
-    static constexpr auto tiles = rows_tiles<NV>(std::make_integer_sequence<int, MOST_ROWS>{});
+template <int NV, class T>
+void rows_strip(const T *p, int64_t keys, int64_t count, const T *rows, int64_t stride, float *to, Ahead &ahead) {
+    static constexpr auto tiles = rows_tiles<NV, T>(std::make_integer_sequence<int, MOST_ROWS>{});
     constexpr int R = rows_of(NV);
     for (int64_t j = 0, some; j < keys; j += some) {
         some = next_rows(keys - j, R);
         ahead.fetch(some * NV * W / 16);
-        tiles[some - 1](p + j * LANES, lanes, rows, stride, to + j * stride);
+        tiles[some - 1](p + j * (LANES / TOGETHER<T>), count, rows, stride, to + j * stride);
     }
 }
 
@@ -251,11 +252,11 @@ void values(const T *v, int64_t v_stride, const T *p, int64_t keys, int64_t valu
     });
 }
 
-// to[j][x] += sum_i p[j][i] rows[i][x]. The rows of both have a stride of `width`, which is a multiple of W.
-inline void weigh_rows(const float *p, int64_t keys, int64_t lanes, const float *rows, int64_t width, float *to,
-                       Ahead ahead = {}) {
+// to[j][x] += sum_i p[j][i] rows[i][x], i < count. The rows of both have a stride of `width`, a multiple of W.
+template <class T>
+void weigh_rows(const T *p, int64_t keys, int64_t count, const T *rows, int64_t width, float *to, Ahead ahead = {}) {
     over_lanes(0, (int)width,
-               [&](int x, auto nv) { rows_strip<nv.value>(p, keys, lanes, rows + x, width, to + x, ahead); });
+               [&](int x, auto nv) { rows_strip<nv.value>(p, keys, count, rows + x, width, to + x, ahead); });
 }
 
 }  // namespace REGARD_NAMESPACE

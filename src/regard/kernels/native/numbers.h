@@ -1,6 +1,8 @@
 // 16-bit numbers: widened to float32 when loaded, rounded to nearest (ties to even) when stored. NaN stays NaN. The
 // code does not depend on the CPU's mode for subnormal numbers, which the workers flush to zero.
 #pragma once
+#include <type_traits>
+
 #include "args.h"
 #include "simd.h"
 
@@ -110,6 +112,9 @@ inline void put(T *p, float x) {
 // multiplies pairs and adds both products to a float32, at twice the speed of float32.
 typedef int32_t Pair;
 
+template <class T>
+constexpr int TOGETHER = std::is_same_v<T, Pair> ? 2 : 1;  // numbers in an operand of the products
+
 inline F add_product(F sum, F a, F b) { return sum + a * b; }
 #if defined(__AVX512BF16__)
 constexpr bool PAIRS = true;  // faster than float32
@@ -124,6 +129,10 @@ inline I interleave(__m512bh apart, std::integer_sequence<int, i...>) {
 inline I paired(F first, F second) {
     return interleave(_mm512_cvtne2ps_pbh((__m512)second, (__m512)first), std::make_integer_sequence<int, 2 * W>{});
 }
+// The pairs of neighbours in a vector, rounded to bfloat16.
+inline void store_neighbours(Pair *to, F x) {
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+}
 #else
 constexpr bool PAIRS = false;
 inline F add_product(F sum, I a, I b) {
@@ -134,6 +143,7 @@ inline I paired(F first, F second) {
     const U low = __builtin_convertvector(narrow(first, BFloat16{}), U);
     return (I)(low | __builtin_convertvector(narrow(second, BFloat16{}), U) << 16);
 }
+inline void store_neighbours(Pair *to, F x) { store((BFloat16 *)to, x); }
 #endif
 
 // to = row * scale

@@ -6,11 +6,6 @@
 
 namespace REGARD_NAMESPACE {
 
-// Interleaves two rows to pairs; `second` may be null for 0.
-inline void pair_rows(const BFloat16 *first, const BFloat16 *second, int64_t width, Pair *to) {
-    for (int64_t x = 0; x < width; x++) to[x] = (Pair)(first[x].bits | (uint32_t)(second ? second[x].bits : 0) << 16);
-}
-
 // Whether there are so many queries per key that copying keys and values once is faster than in every block.
 inline bool many(const regard_args &a) { return a.queries * (a.heads / a.groups) >= 4 * LANES; }
 inline size_t key_rows(const regard_args &a) { return (size_t)(a.batch * a.groups * a.keys); }

@@ -167,7 +167,7 @@ def _is_native(
     if type(x) not in PLAIN or torch.compiler.is_compiling():
         return False
     served = native_products.rows_served(x.dtype)
-    if not served or torch._C._is_tracing() or has_foreign_function_mode():
+    if not served or torch._C._is_tracing() or has_foreign_function_mode() or active_copy(linears) is not None:
         return False
     outs = width = 0
     for linear in linears:

@@ -131,10 +131,11 @@ def test_several_weights_at_once_are_as_each_alone(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [521, 522])
 def test_neither_threads_nor_other_rows_change_a_row(
-    dtype: torch.dtype, threads: Callable[[int], None], instruction_set: str
+    width: int, dtype: torch.dtype, threads: Callable[[int], None], instruction_set: str
 ) -> None:
-    x, weight = random(300, 521, dtype=dtype), random(211, 521, dtype=dtype, seed=1)
+    x, weight = random(300, width, dtype=dtype), random(211, width, dtype=dtype, seed=1)
     threads(1)
     (expected,) = multiply(x, [weight], [None])
     for count in (2, 3, 7):
@@ -142,6 +143,16 @@ def test_neither_threads_nor_other_rows_change_a_row(
         assert torch.equal(multiply(x, [weight], [None])[0], expected)
     for rows in (5, 8, 17, 131):
         assert torch.equal(multiply(x[:rows], [weight], [None])[0], expected[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_begin_anywhere(dtype: torch.dtype, instruction_set: str) -> None:
+    """Pairs of bfloat16 are read where they lie if each begins at a multiple of four bytes."""
+    x, weight = random(61, 131, dtype=dtype), random(67, 132, dtype=dtype, seed=1)
+    for begin, end, rows in ((0, 130, 61), (1, 131, 61), (2, 98, 17), (3, 98, 5), (0, 131, 61)):
+        y, w = x[:rows, begin:end], weight[:, begin:end]
+        check(multiply(y, [w], [None])[0], y, w, None)
+        check(multiply(y.contiguous(), [w, w[::2]], [None, None])[1], y, w[::2], None)
 
 
 def test_axes_and_strides() -> None:
@@ -218,9 +229,10 @@ def test_serves_what_the_other_libraries_have_no_instructions_for(monkeypatch: p
                 assert (served.start, served.stop) == (1, sys.maxsize)
             else:  # oneDNN has AVX-512: only where it would pack a weight for a few rows
                 assert [rows in served for rows in (1, 16, 2048)] == [best != "avx2", best != "avx2", False]
-            for amx in (False, True):
+            for amx in (False, True):  # (with instructions for bfloat16, again a few rows)
                 monkeypatch.setattr(native_library, "has_amx", lambda amx=amx: amx)
-                assert bool(rows_served(torch.bfloat16)) is (best != "avx512_bf16" and not amx)
+                few = rows_served(torch.bfloat16)
+                assert [rows in few for rows in (1, 16, 2048)] == [not amx, not amx, not amx and best != "avx512_bf16"]
     monkeypatch.setattr(native_library, "load", lambda: None)
     assert not any(rows_served(dtype) for dtype in DTYPES)
 

@@ -28,8 +28,8 @@ AFTER = {
 def rows_served(dtype: torch.dtype) -> range:
     """The numbers of rows of x for which products of a dtype are ours; empty where torch's libraries are faster.
 
-    All, where these have no instructions of this CPU made for the dtype. In float32 with AVX-512, where they have, a
-    few: they pack the weight for every product, which pays from some hundred rows on.
+    All, where these have no instructions of this CPU made for the dtype. Where they have (float32 with AVX-512, and
+    bfloat16 with its products), a few: they pack the weight for every product, which pays from some hundred rows on.
     """
     nothing, everything = range(0), range(1, sys.maxsize)
     library = native_library.load()
@@ -40,12 +40,17 @@ def rows_served(dtype: torch.dtype) -> range:
             return everything
         return _FEW_ROWS if isa.startswith("avx512") else nothing
     if dtype is torch.bfloat16:
-        return nothing if "avx512_bf16" in library.usable or native_library.has_amx() else everything
+        if native_library.has_amx():
+            return nothing
+        if "avx512_bf16" in library.usable:
+            return _FEW_ROWS_BFLOAT16 if isa == "avx512_bf16" else nothing
+        return everything
     ask = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
     return nothing if ask is None or ask() else everything
 
 
-_FEW_ROWS = range(1, 257)  # (at 512 rows oneDNN takes 0.90 to 1.11 of our time: docs/decisions.md)
+# At 512 rows oneDNN takes 0.90 to 1.11 of our time in float32, at 256 rows 0.83 to 1.17 in bfloat16: docs/decisions.md.
+_FEW_ROWS, _FEW_ROWS_BFLOAT16 = range(1, 257), range(1, 129)
 
 
 def _isa(library: native_library.Library) -> str:

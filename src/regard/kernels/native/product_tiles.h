@@ -12,11 +12,10 @@ constexpr int WIDE = REGISTERS == 32 ? 4 : 3;  // vectors per row of a tile
 constexpr int outs_of(int nv) { return nv == 3 && REGISTERS == 16 ? 4 : rows_of(nv); }
 constexpr int STRIP = WIDE * W;  // rows of x that lie along the lanes
 
-// R rows of the weight against NV vectors of a strip, over part of the width. With `Fetch` the rows that come next are
-// fetched meanwhile, from `next` on.
-template <int R, int NV, bool Fetch>
-void product_tile(const float *w, int64_t stride, const float *x, int64_t width, bool add, float *to,
-                  const float *next) {
+// R rows of the weight against a strip of NV vectors, over part of the width. With `Fetch` the rows that come next are
+// fetched meanwhile, from `next` on. T: float, or pairs of bfloat16 along the width.
+template <int R, int NV, bool Fetch, class T>
+void product_tile(const T *w, int64_t stride, const T *x, int64_t width, bool add, float *to, const T *next) {
     F sum[R][NV] = {};
     const int64_t line = Fetch ? 16 : width;
     for (int64_t begin = 0; begin < width; begin += line) {
@@ -25,14 +24,14 @@ void product_tile(const float *w, int64_t stride, const float *x, int64_t width,
             for (int r = 0; r < R; r++) __builtin_prefetch(next + r * stride + begin);
         const int64_t end = std::min(begin + line, width);
         for (int64_t d = begin; d < end; d++) {
-            F y[NV];
+            Vector<T> y[NV];
 #pragma GCC unroll 16
-            for (int v = 0; v < NV; v++) y[v] = load(x + d * STRIP + v * W);
+            for (int v = 0; v < NV; v++) y[v] = load(x + (d * NV + v) * W);
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++) {
-                const F z = broadcast(w[r * stride + d]);
+                const Vector<T> z = broadcast(w[r * stride + d]);
 #pragma GCC unroll 16
-                for (int v = 0; v < NV; v++) sum[r][v] += z * y[v];
+                for (int v = 0; v < NV; v++) sum[r][v] = add_product(sum[r][v], z, y[v]);
             }
         }
     }
@@ -40,27 +39,28 @@ void product_tile(const float *w, int64_t stride, const float *x, int64_t width,
     for (int r = 0; r < R; r++) {
 #pragma GCC unroll 16
         for (int v = 0; v < NV; v++) {
-            float *at = to + r * STRIP + v * W;
+            float *at = to + (r * NV + v) * W;
             store(at, add ? load(at) + sum[r][v] : sum[r][v]);
         }
     }
 }
 
-using ProductTile = decltype(&product_tile<1, 1, false>);
-template <int NV, bool Fetch, int... r>
-constexpr std::array<ProductTile, MOST_ROWS> product_tiles(std::integer_sequence<int, r...>) {
-    return {(r < outs_of(NV) ? &product_tile<(r < outs_of(NV) ? r + 1 : 1), NV, Fetch> : nullptr)...};
+template <class T>
+using ProductTile = decltype(&product_tile<1, 1, false, T>);
+template <int NV, bool Fetch, class T, int... r>
+constexpr std::array<ProductTile<T>, MOST_ROWS> product_tiles(std::integer_sequence<int, r...>) {
+    return {(r < outs_of(NV) ? &product_tile<(r < outs_of(NV) ? r + 1 : 1), NV, Fetch, T> : nullptr)...};
 }
 
-// to[n][lane] = w[n] . x[lane], or added to it, for NV vectors of lanes of a strip. After these rows comes `next`.
-template <int NV, bool Fetch>
-void times_strip(const float *w, int64_t stride, int64_t outs, const float *x, int64_t width, bool add, float *to,
-                 const float *next) {
-    static constexpr auto tiles = product_tiles<NV, Fetch>(std::make_integer_sequence<int, MOST_ROWS>{});
+// to[n][lane] = w[n] . x[lane], or added to it, for a strip of NV vectors of lanes. After these rows comes `next`.
+template <int NV, bool Fetch, class T>
+void times_strip(const T *w, int64_t stride, int64_t outs, const T *x, int64_t width, bool add, float *to,
+                 const T *next) {
+    static constexpr auto tiles = product_tiles<NV, Fetch, T>(std::make_integer_sequence<int, MOST_ROWS>{});
     for (int64_t n = 0, some; n < outs; n += some) {
         some = next_rows(outs - n, outs_of(NV));
-        const float *after = n + some < outs ? w + (n + some) * stride : next;
-        tiles[some - 1](w + n * stride, stride, x, width, add, to + n * STRIP, after);
+        const T *after = n + some < outs ? w + (n + some) * stride : next;
+        tiles[some - 1](w + n * stride, stride, x, width, add, to + n * NV * W, after);
     }
 }
 
@@ -106,7 +106,7 @@ void dots(const T *w, int64_t stride, int64_t outs, const float *x, int64_t widt
         }
         const F totals = sums(all);
         for (int r = 0; r < R && n + r < outs; r++)
-            for (int m = 0; m < M; m++) to[(n + r) * STRIP + m] = totals[r * M + m];
+            for (int m = 0; m < M; m++) to[(n + r) * W + m] = totals[r * M + m];
     }
 }
 

@@ -3,8 +3,8 @@
 // As in attention (micro.h), rows of x lie along the lanes: x is transposed once, in strips of STRIP rows, and the
 // numbers of the weight are broadcast, so it is neither packed nor transposed. A panel of it stays in the L2 cache
 // while the strips are multiplied by it. Up to four rows are dot products instead, limited by memory. 16-bit weights
-// are widened panel by panel. A row's result depends neither on the number of threads nor, from five rows on, on the
-// others.
+// are widened panel by panel, but where the CPU multiplies pairs of bfloat16, which lie side by side. A row's result
+// depends neither on the number of threads nor, from five rows on, on the others.
 #pragma once
 #include <atomic>
 #include <vector>
@@ -32,9 +32,13 @@ struct Panel {
     const T *row(int64_t n) const { return (const T *)factor.weight + (first + n) * factor.weight_stride; }
 };
 
+// The number of vectors of a strip with so many rows.
+inline int vectors_of(int64_t rows) { return (int)((rows + W - 1) / W); }
+
 // Bias, what follows, and back to rows: out[row + lane][n] from sums[n][lane].
 template <class T>
 void finish_rows(int32_t after, const Panel<T> &panel, int64_t row, int64_t rows, const float *sums) {
+    const int64_t lanes = vectors_of(rows) * W;
     const regard_factor &f = panel.factor;
     for (int64_t lane = 0; lane < rows; lane += W) {
         const int64_t here = std::min<int64_t>(rows - lane, W);
@@ -46,7 +50,7 @@ void finish_rows(int32_t after, const Panel<T> &panel, int64_t row, int64_t rows
             };
             F block[W];
 #pragma GCC unroll 16
-            for (int i = 0; i < W; i++) block[i] = i < some ? load(sums + (n + i) * STRIP + lane) : F{};
+            for (int i = 0; i < W; i++) block[i] = i < some ? load(sums + (n + i) * lanes + lane) : F{};
             transpose(block);
             const F bias = f.bias ? get(f.bias, column) : F{};
             for (int64_t i = 0; i < here; i++) {
@@ -67,15 +71,25 @@ void finish_rows(int32_t after, const Panel<T> &panel, int64_t row, int64_t rows
 thread_local Scratch x_strips;     // of the calling thread: x, transposed
 thread_local Scratch panel_bench;  // of each thread: sums of a panel with a group of strips; a piece of it in float32
 
-template <class T>
+// Whether x and all weights are bfloat16 that can be read as pairs, and too many rows for dot products.
+inline bool lie_in_pairs(const regard_product &a, const regard_factor *factors) {
+    uint64_t all = (uintptr_t)a.x / sizeof(BFloat16) | (uint64_t)a.x_stride | (uint64_t)a.width;
+    for (int64_t i = 0; i < a.factors; i++)
+        all |= (uintptr_t)factors[i].weight / sizeof(BFloat16) | (uint64_t)factors[i].weight_stride;
+    return a.dtype == REGARD_BFLOAT16 && a.rows > FEW_ROWS && all % 2 == 0;
+}
+
+// T: the numbers in memory; O: the operands of the tiles, float or pairs of bfloat16.
+template <class T, class O>
 class Product {
-    static constexpr bool IN_PLACE = std::is_same_v<T, float>;
-    // Numbers of the width that are summed at once; long sums are made of such pieces. A piece of a strip of x fits in
+    static constexpr bool IN_PLACE = !std::is_same_v<O, float> || std::is_same_v<T, float>;
+    // Operands of the width that are summed at once; long sums are made of such pieces. A piece of a strip of x fits in
     // the L1 cache; but widening 16-bit weights takes less time in longer pieces.
     static constexpr int64_t DEPTH = IN_PLACE && STRIP > 32 ? 128 : 256;
     const regard_product &a;
     const bool few = a.rows <= FEW_ROWS;
-    const int64_t width = a.width, strip_size = few ? FEW_ROWS * width : STRIP * width;
+    const int64_t width = a.width / TOGETHER<O>;  // in operands
+    const int64_t strip_size = few ? FEW_ROWS * width : STRIP * width;
     const int64_t pieces = few ? 1 : (width + DEPTH - 1) / DEPTH;  // of the width, computed one after another
     int64_t panel_rows = 0;
     std::vector<Panel<T>> panels;
@@ -86,7 +100,7 @@ class Product {
         for (int64_t i = 0; i < a.factors; i++) outs += factors[i].outs;
         if (outs == 0) return;
         // As many panels as tasks are wanted, unless they would become thin or groups of strips are enough.
-        const int64_t tile = outs_of((int)std::min<int64_t>((a.rows + W - 1) / W, WIDE));
+        const int64_t tile = outs_of((int)std::min<int64_t>(vectors_of(a.rows), WIDE));
         const int64_t groups = (a.rows + GROUP * STRIP - 1) / (GROUP * STRIP);
         const int64_t wanted = (TASKS * a.threads + groups - 1) / groups;
         const int64_t thinnest = groups == 1 ? tile : THIN;
@@ -140,9 +154,17 @@ class Product {
 
     // A piece of a strip of x: transposed; or a few rows as they are, with zeros after them.
     void lay(int64_t row, int64_t d, int64_t deep, float *to) const {
-        const int64_t rows = std::min<int64_t>(a.rows - row, STRIP), lanes = (rows + W - 1) / W * W;
-        const T *from = (const T *)a.x + row * a.x_stride + d;
-        if (!few) return rows_to_lanes<STRIP>(from, a.x_stride, rows, (int)lanes, deep, to + d * STRIP);
+        const int64_t rows = std::min<int64_t>(a.rows - row, STRIP);
+        const T *from = (const T *)a.x + row * a.x_stride + d * TOGETHER<O>;
+        if (!few) {
+            return over_lanes<WIDE>(0, vectors_of(rows) * W, [&](int, auto nv) {
+                constexpr int LANES_HERE = nv.value * W;
+                float *at = to + d * LANES_HERE;
+                if constexpr (std::is_same_v<O, Pair>)  // pairs are transposed like floats
+                    rows_to_lanes<LANES_HERE>((const float *)from, a.x_stride / 2, rows, LANES_HERE, deep, at);
+                else rows_to_lanes<LANES_HERE>(from, a.x_stride, rows, LANES_HERE, deep, at);
+            });
+        }
         for (int64_t m = 0; m < rows; m++) copy_row(from + m * a.x_stride, width, to + m * width);
         std::fill(to + rows * width, to + FEW_ROWS * width, 0.0f);
     }
@@ -163,15 +185,16 @@ class Product {
             for (int64_t s = 0; s < count; s++) {
                 const int64_t rows = std::min<int64_t>(a.rows - row - s * STRIP, STRIP);
                 float *to = sums + s * panel_rows * STRIP;
-                over_lanes<WIDE>(0, (int)((rows + W - 1) / W * W), [&](int lane, auto nv) {
+                over_lanes<WIDE>(0, vectors_of(rows) * W, [&](int, auto nv) {
                     constexpr int NV = nv.value;
-                    const float *y = x + s * strip_size + d * STRIP + lane;
-                    float *sum = to + lane;
-                    if constexpr (!IN_PLACE) times_strip<NV, false>(wide, deep, outs, y, deep, i > 0, sum, nullptr);
+                    const O *y = (const O *)(x + s * strip_size) + d * NV * W;
+                    if constexpr (!IN_PLACE) times_strip<NV, false>(wide, deep, outs, y, deep, i > 0, to, wide);
                     else {
-                        const float *w = panel.row(0) + d, *next = i + 1 < pieces ? w + deep : panel.row(outs);
-                        if (s) times_strip<NV, false>(w, stride, outs, y, deep, i > 0, sum, next);
-                        else times_strip<NV, true>(w, stride, outs, y, deep, i > 0, sum, next);
+                        const int64_t apart = stride / TOGETHER<O>;
+                        const O *w = (const O *)panel.row(0) + d;
+                        const O *next = i + 1 < pieces ? w + deep : (const O *)panel.row(outs);
+                        if (s) times_strip<NV, false>(w, apart, outs, y, deep, i > 0, to, next);
+                        else times_strip<NV, true>(w, apart, outs, y, deep, i > 0, to, next);
                     }
                 });
                 if (i + 1 == pieces) finish_rows(a.after, panel, row + s * STRIP, rows, to);

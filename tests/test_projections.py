@@ -1005,14 +1005,17 @@ def test_copies_made_in_inference_mode_serve_outside_of_it(fast: list[bool]) -> 
 
 @needs_onednn
 @torch.no_grad()
-def test_a_copy_goes_before_our_own_product(who: str, fast: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are copies only where they are faster: in bfloat16, with instructions for it."""
+def test_a_copy_goes_before_our_own_product_of_a_few_rows(
+    who: str, fast: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are copies only where one row is faster by them: in bfloat16, with instructions for it."""
     monkeypatch.setattr(regard.onednn, "packs", lambda dtype: True)
-    linear, x = new(), rows()
+    linear = new(1024, 512)
     with packed([linear]):
-        project(linear, x)
-    project(linear, x)
-    assert fast == ([False, True] if who == "ours" else [True, True])
+        for count in (1, 4, 5, ROWS):
+            x = rows(count, 1024)
+            torch.testing.assert_close(project(linear, x), linear(x))
+    assert fast == ([False, False, True, True] if who == "ours" else [True] * 4)
 
 
 @pytest.mark.usefixtures("onednn")

@@ -47,7 +47,7 @@ def dtypes() -> frozenset[torch.dtype]:
 
 @functools.cache
 def packs(dtype: torch.dtype) -> bool:
-    """Whether a few rows are multiplied faster by a copy of a weight in oneDNN's order: in bfloat16, if the CPU has
+    """Whether one row is multiplied faster by a copy of a weight in oneDNN's order: in bfloat16, if the CPU has
     products of it. In float32 not on Intel's CPUs, where MKL takes 0.8 of the time with the weight as it lies, nor
     where our own products are used."""
     if dtype is torch.float32:

@@ -61,6 +61,7 @@ _ONEDNN = {
 # Below so many multiply-adds torch is as fast or faster; oneDNN also with few rows for a weight that is not large.
 _WORTHWHILE = 1 << 18
 _FEW_ROWS, _LARGE, _VERY_LARGE = 32, 1 << 20, 1 << 21
+_FEWEST_ROWS = 4  # up to here oneDNN's product with a copy is faster than ours (bfloat16, AMD Zen 4)
 
 
 def project(
@@ -167,7 +168,7 @@ def _is_native(
     if type(x) not in PLAIN or torch.compiler.is_compiling():
         return False
     served = native_products.rows_served(x.dtype)
-    if not served or torch._C._is_tracing() or has_foreign_function_mode() or active_copy(linears) is not None:
+    if not served or torch._C._is_tracing() or has_foreign_function_mode():
         return False
     outs = width = 0
     for linear in linears:
@@ -179,6 +180,8 @@ def _is_native(
     narrow = x.dtype is not torch.float32
     least = 4 * _WORTHWHILE if narrow and rows == 1 else _WORTHWHILE  # (torch has a kernel of its own for such a row)
     if rows not in served or numbers * outs < least or (learning and outs * width < _LARGE) or _is_observed():
+        return False
+    if rows <= _FEWEST_ROWS and active_copy(linears) is not None:
         return False
     if x.is_neg() or (other is not None and other.is_neg()):
         return False

@@ -36,7 +36,7 @@ def measured_on(machine: dict[str, Any]) -> str:
     """Where it was measured, in a line."""
     if "compiler" in machine:
         return f"Compiled by {machine['compiler']}, without a GPU; torch {machine['torch']}."
-    cpu = machine.get("cpu") or f"{machine['processor']} with {machine['instructions']}"
+    cpu = f"{machine.get('cpu') or machine['processor']} with {machine['instructions']}"
     threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
     return f"Measured on: {cpu}, {threads}, torch {machine['torch']}."
 

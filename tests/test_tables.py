@@ -105,7 +105,7 @@ def test_watching(root: Path) -> None:
     rows += [row | {"model": "ours", "torch": 2.75, "peer": 4.4}, row | {"model": "ours"}]
     result(root, "watching", rows)
     assert table_of(root, "watching") == [
-        "Measured on: A Fine CPU, 2 threads, torch 2.13.0.",
+        "Measured on: A Fine CPU with AVX2, 2 threads, torch 2.13.0.",
         "",
         "| model | tokens | watched / blind | watched / blind with PyTorch's attention "
         "| watched / blind in transformers | `exact=True` / blind "
@@ -150,7 +150,7 @@ def test_small_calls(root: Path) -> None:
     rows += [{"case": "layer 1x16", "mode": "training", "seconds": {"regard": 1e-3, "SDPA": 2e-3, "nn.MHA": 4e-3}}]
     result(root, "small_calls", rows, threads=1)
     assert table_of(root, "small-calls") == [
-        "Measured on: A Fine CPU, 1 thread, torch 2.13.0.",
+        "Measured on: A Fine CPU with AVX2, 1 thread, torch 2.13.0.",
         "",
         "| our time / theirs | ours | SDPA | nn.MHA |",
         "| --- | --- | --- | --- |",

@@ -47,9 +47,9 @@ def dtypes() -> frozenset[torch.dtype]:
 
 @functools.cache
 def packs(dtype: torch.dtype) -> bool:
-    """Whether one row is multiplied faster by a copy of a weight in oneDNN's order: in bfloat16, if the CPU has
-    products of it. In float32 not on Intel's CPUs, where MKL takes 0.8 of the time with the weight as it lies, nor
-    where our own products are used."""
+    """Whether one row is multiplied faster by a copy of a weight in oneDNN's order. In bfloat16 wherever oneDNN does
+    it, unless our own products are used at any number of rows. In float32 not on Intel's CPUs, where MKL takes 0.8 of
+    the time with the weight as it lies, nor where our own products are used."""
     if dtype is torch.float32:
         return dtype in dtypes() and not is_intel() and not rows_served(dtype)
     return dtype in dtypes() and _MANY_ROWS not in rows_served(dtype)
@@ -102,7 +102,7 @@ def _state(weight: Tensor) -> tuple[object, ...]:
 
 class packed:
     """Within it, `project` through one of these modules uses a copy of its weight in oneDNN's own order, and so does
-    `project_each` through a tuple of modules that is given here as a tuple.
+    `project_each` through a tuple of modules that is given here as a tuple, where `projections.uses_copies`.
 
     The copies are made at once and live as long as this object; making them costs about as much as a few products with
     one row. It may be entered again and again, in any thread; the copies are used by the thread that entered. After a

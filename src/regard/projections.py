@@ -34,7 +34,7 @@ from regard.kernels.precision import mixed_precision
 from regard.onednn import PLAIN, active_copy, is_plain
 from regard.tracing import has_foreign_function_mode, in_torch_func
 
-__all__ = ["ACTIVATIONS", "project", "project_each"]
+__all__ = ["ACTIVATIONS", "project", "project_each", "uses_copies"]
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -127,6 +127,15 @@ def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...
         "",
     )
     return _with_axes(out, x).split_with_sizes(copy.rows, -1)
+
+
+def uses_copies(rows: int, dtype: torch.dtype) -> bool:
+    """Whether products of so many rows use `onednn.packed` copies of weights.
+
+    >>> uses_copies(1, torch.float64)
+    False
+    """
+    return onednn.packs(dtype) and (rows <= _FEWEST_ROWS or rows not in native_products.rows_served(dtype))
 
 
 def _learns(x: Tensor) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import regard.onednn
 from regard import KVCache, RollingCache
+from regard.kernels.native_products import rows_served
 from regard.models import Decoder, ModelConfig, generation
 from regard.models.generation import Rules, Writer, choose
 
@@ -940,10 +941,14 @@ def test_packing_is_used_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__enter__()
 
     monkeypatch.setattr("regard.models.base.packed", Counted)
+    monkeypatch.setattr("regard.onednn.packs", lambda dtype: True)
     large().generate("To be", 61)
     assert len(copies) > 30
-    assert bool(copies[0]) is regard.onednn.packs(torch.float32)
+    assert copies[0]
     assert not users()
+    copies.clear()
+    large().generate(["To be"] * 9, 61)  # products of nine rows may be ours
+    assert bool(copies) is (9 not in rows_served(torch.float32))
 
 
 def test_a_stream_that_is_left_lets_go() -> None:

@@ -241,7 +241,7 @@ class _Loops:
         width: int,
     ) -> list[Tensor]:
         dtype = call.q.dtype
-        if out.dtype is not dtype or d_out.dtype is not dtype:  # C reads numbers of one kind
+        if any(x.dtype is not dtype for x in (call.k, call.v, out, d_out)):  # C reads numbers of one kind
             call = replace(call, q=call.q.float(), k=call.k.float(), v=call.v.float())
             out, d_out = out.float(), d_out.float()
         loaded = library.load()

@@ -97,7 +97,8 @@ class _Differentiable(torch.autograd.Function):
 def _layout(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> tuple[Any, ...]:
     """What a packed call says of these tensors, whose addresses are not written anew. Hooks on saved tensors, such as
     a checkpoint's, may give others for the backward pass."""
-    return out.stride(), lse.stride(), q.stride(), k.stride(), v.stride(), *[x.data_ptr() for x in sinks]
+    dtypes = out.dtype, lse.dtype, q.dtype, k.dtype, v.dtype
+    return dtypes, out.stride(), lse.stride(), q.stride(), k.stride(), v.stride(), *[x.data_ptr() for x in sinks]
 
 
 def _is_plain(out: Tensor, d_out: Tensor) -> bool:

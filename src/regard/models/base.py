@@ -150,7 +150,7 @@ class TextModel(nn.Module):
     def packed(self) -> AbstractContextManager[None]:
         """Within it, products with few rows (short texts, one token at a time) are faster on CPUs where oneDNN computes
         them: the weights are there a second time, in its own order. `generate` and `stream` do so by themselves. Where
-        our own kernel multiplies one row, and on Intel's CPUs in float32, nothing is copied.
+        that gains nothing (`onednn.packs`: most CPUs in float32, those without products of bfloat16) nothing is copied.
 
         The copies are made at once and live as long as what is returned, which may be entered many times. Make another
         after weights were changed through `.data`. See `regard.onednn.packed`.

@@ -17,7 +17,7 @@ from torch import Tensor
 from regard.cache import RollingCache, together, tokens_read
 from regard.errors import bad_type, bad_value
 from regard.models.base import padded
-from regard.projections import project
+from regard.projections import project, uses_copies
 
 if TYPE_CHECKING:
     from regard.models.decoder import Cache, Decoder
@@ -90,7 +90,8 @@ def tokens(
     assert len(rows) == 1 or not len(cache[0])
     ids, keep = (x.to(model.device) for x in padded(rows))
     generator = rules.generator(model)
-    packed = nullcontext() if expected is not None and expected < _WORTH_PACKING else model.packed()
+    few = expected is not None and expected < _WORTH_PACKING
+    packed = nullcontext() if few or not uses_copies(len(rows), next(model.parameters()).dtype) else model.packed()
     with packed, torch.inference_mode():
         states = _prefill(model, ids, cache)
         if len(rows) > 1:  # padded on the right: no token attends to padding, and the cache drops it

@@ -42,7 +42,7 @@ struct regard_args {
     uint64_t size;  // sizeof(regard_args), to detect another version
     int32_t isa;
     int32_t threads;
-    int32_t dtype;  // of q, k, v and out; everything else is float32
+    int32_t dtype;  // of q, k, v, out, and their gradients; everything else is float32
     int32_t causal;
 
     int64_t batch, heads, groups, queries, keys, width, value_width;

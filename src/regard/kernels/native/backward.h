@@ -8,7 +8,7 @@
 //
 // Five products, none with a horizontal reduction: P^T and dS^T have queries along the lanes, which gives vectors for
 // dQ^T and broadcasts for dV and dK. So Q and dO of a block are needed both as lanes and as rows; K and V are read in
-// place. The scale is applied at the end: once to dQ and dK, and not to each dS.
+// place, or copied once for a unit. The scale is applied at the end: once to dQ and dK, and not to each dS.
 //
 // A *unit* of work is a kv head, or some of the queries that attend to it; it has its own sums of dK and dV.
 //
@@ -17,6 +17,7 @@
 //     p, ds, slope, bias    (KEYS, LANES)              of one span
 //     dq                    (D, LANES)
 //     k, v                  (M, D), (M, E)             keys and values of the unit, contiguous
+//     k_columns             (M, D)                     the keys as dQ needs them
 //     dk, dv                (M, D'), (M, E')           sums of the unit
 //
 // Operands of the products are of type T: float, or pairs of bfloat16. Pairs are neighbours in the sum of their
@@ -322,8 +323,8 @@ struct Unit {
     bool careful;  // keys or values have NaN or inf: hidden pairs must not contribute 0 * NaN
 };
 
-// p or ds of a span as rows, the operand of dV and dK: with pairs, neighbouring lanes are rounded to them. (Lanes are
-// 0 from `rows` on, also in the last pair.)
+// p or ds of a span as rows, the operand of dV and dK: with pairs, neighbouring lanes are rounded to them. (Lanes from
+// `rows` on are not read, but for the second half of the last pair, which becomes 0.)
 template <class T>
 const T *as_rows(const float *x, const Span &span, int rows, Pair *to) {
     if constexpr (!std::is_same_v<T, Pair>) return x;

@@ -11,7 +11,8 @@
 //
 //     dV (keys x E)      += P^T (keys x lanes) dO (lanes x E)   the width is along the vectors, P^T is broadcast
 //
-// T is the type of the operands: float, or pairs of bfloat16 along the width (or along the keys, for p v).
+// T is the type of the operands: float, or pairs of bfloat16 that are neighbours in the sum: of the width for scores,
+// of keys for p v, of queries for the third product.
 #pragma once
 #include <array>
 #include <utility>

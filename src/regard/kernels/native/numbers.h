@@ -108,7 +108,7 @@ inline void put(T *p, float x) {
     store_some(p, broadcast(x), 1);
 }
 
-// Two bfloat16 numbers: neighbours in a row of q or k, or the same column of two neighbouring rows of v. The CPU
+// Two bfloat16 numbers: neighbours in a row, or the same column of two neighbouring rows. The CPU
 // multiplies pairs and adds both products to a float32, at twice the speed of float32.
 typedef int32_t Pair;
 

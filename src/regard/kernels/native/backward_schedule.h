@@ -11,8 +11,12 @@
 
 namespace REGARD_NAMESPACE {
 
+// The calling thread's. (A variable template that is thread_local is not destroyed with its thread by GCC 12.)
 template <class T>
-thread_local Bench<T> bench_of;
+Bench<T> &bench_of() {
+    thread_local Bench<T> bench;
+    return bench;
+}
 
 // T: the operands of the products.
 template <class T>
@@ -42,7 +46,7 @@ class Backward {
 
     // The steps of a part, one team at a time.
     void take_steps(const Unit<T> &unit, int64_t kv_head, int64_t part) {
-        Bench<T> &bench = bench_of<T>;
+        Bench<T> &bench = bench_of<T>();
         const auto nth = [&](int64_t n) { return (part + n / together * parts) * together + n % together; };
         const int64_t count = (steps() / together - part + parts - 1) / parts * together;
         for (int64_t n = 0; n < count; n += team) {
@@ -69,7 +73,7 @@ class Backward {
 
     void run_unit(int64_t number) {
         const int64_t kv_head = number / parts, item = kv_head / a.groups, group = kv_head % a.groups;
-        Bench<T> &bench = bench_of<T>;
+        Bench<T> &bench = bench_of<T>();
         float *const dk = parts == 1 ? bench.dk : sums + number * (dk_size + dv_size);
         float *const dv = parts == 1 ? bench.dv : dk + dk_size;
         const T *k = contiguous_rows(a, a.k, a.k_stride, a.width, item, group, bench.k);
@@ -129,7 +133,7 @@ class Backward {
         const bool copies_v = !in_place<T>(a, a.v, a.v_stride, a.value_width);
         in_team(a.threads, [&] {
             FlushSubnormals flush;
-            Bench<T> &bench = bench_of<T>;
+            Bench<T> &bench = bench_of<T>();
             bool ready = true;
             try {
                 bench.lay(a, team, copies_k, copies_v, parts == 1);

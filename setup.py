@@ -36,6 +36,7 @@ AVX512 = "-mavx512f -mavx512dq -mavx512bw -mavx512vl -mfma -mf16c -mprefer-vecto
 INSTRUCTION_SETS = {"portable": ""}
 if platform.machine().lower() in ("x86_64", "amd64"):
     INSTRUCTION_SETS |= {"avx2": "-mavx2 -mfma -mf16c", "avx512": AVX512, "avx512_bf16": f"{AVX512} -mavx512bf16"}
+    INSTRUCTION_SETS["amx"] = f"{INSTRUCTION_SETS['avx512_bf16']} -mamx-tile -mamx-bf16"  # (attention alone)
 
 
 def compiler() -> str | None:
@@ -74,6 +75,7 @@ def build_library(target: Path, objects: Path) -> None:
         (f"{source}.cpp", f"{source}_{name}", f"-DREGARD_NAMESPACE=regard_{name}", *flags.split())
         for name, flags in sets.items()
         for source in ("kernel", "products")
+        if (source, name) != ("products", "amx")
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         object_files = list(pool.map(lambda job: compile_object(*job), jobs))

@@ -23,7 +23,7 @@ FORMULA_KEYS_FLOAT32 = 2**18  # numbers in the keys from which that holds in flo
 FORMULA_QUERIES_BFLOAT16 = 2  # from the third query on torch's kernel is quick in bfloat16
 FORMULA_KEYS = 2**25  # numbers in the keys that are made float32 at once: 128 MB, a limit on memory
 
-# native, on CPUs with AMX tiles, which torch's kernel uses and ours does not
+# native, on CPUs with AMX tiles, which torch's kernel uses and ours does only where REGARD_ISA=amx asks for it
 AMX_QUERIES = 16  # up to so many it is memory that counts, and not products. By reasoning: no machine here has AMX
 
 # blockwise: strips of a few rows against all keys

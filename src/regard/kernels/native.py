@@ -58,10 +58,10 @@ def why_not(call: Call) -> str | None:
 
 def worth(call: Call) -> bool:
     """Wherever it can serve: no size is so small that torch's own kernel takes fewer microseconds. But on CPUs with AMX
-    tiles, which that one uses and this one does not, bfloat16 in bulk is left to it."""
-    if not library.has_amx() or call.q.dtype is not torch.bfloat16 or call.q.shape[2] <= tuning.AMX_QUERIES:
+    tiles, which that one uses and this one does only if asked for, bfloat16 in bulk is left to it."""
+    if call.q.dtype is not torch.bfloat16 or call.q.shape[2] <= tuning.AMX_QUERIES or not library.has_amx():
         return True
-    return fused.why_not(call) is not None
+    return library.uses_tiles() or fused.why_not(call) is not None
 
 
 def forward(call: Call) -> tuple[Tensor, Tensor]:

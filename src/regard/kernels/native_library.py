@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 FILE = Path(os.environ.get("REGARD_LIBRARY") or Path(__file__).with_name("libregard_native.so"))
-INSTRUCTION_SETS = ("auto", "portable", "avx2", "avx512", "avx512_bf16")  # in the order of `regard_isa`
+INSTRUCTION_SETS = ("auto", "portable", "avx2", "avx512", "avx512_bf16", "amx")  # in the order of `regard_isa`
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as `regard_dtype`
 
 # struct regard_args, line by line; P is a pointer, q an int64, i an int32, f a float.
@@ -225,12 +225,17 @@ def has_amx() -> bool:
     return "amx_bf16" in _cpu_info()
 
 
+def uses_tiles() -> bool:
+    """Whether our own attention multiplies on them, which it does only where REGARD_ISA=amx asks for it."""
+    return INSTRUCTION_SETS[isa()] == "amx"
+
+
 def is_intel() -> bool:
     """Whether the CPU is Intel's, for which MKL is written."""
     return "GenuineIntel" in _cpu_info()
 
 
-# Compilers ask these two and take the answer for a constant, instead of tracing into ctypes and files: this mark is
+# Compilers ask these and take the answer for a constant, instead of tracing into ctypes and files: this mark is
 # what `torch.compiler.assume_constant_result` sets, without its import of the compiler.
-for _constant in (why_not, has_amx):
+for _constant in (why_not, has_amx, uses_tiles):
     _constant._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -54,9 +54,9 @@ _FEW_ROWS, _FEW_ROWS_BFLOAT16 = range(1, 257), range(1, 129)
 
 
 def _isa(library: native_library.Library) -> str:
-    """The instruction set in use."""
+    """The instruction set in use, which for products is never that of tiles."""
     name = native_library.INSTRUCTION_SETS[native_library.isa()]
-    return library.best if name == "auto" else name
+    return {"auto": library.best, "amx": "avx512_bf16"}.get(name, name)
 
 
 def multiply(

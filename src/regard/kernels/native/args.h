@@ -15,6 +15,7 @@ enum regard_isa : int32_t {
     REGARD_AVX2 = 2,
     REGARD_AVX512 = 3,
     REGARD_AVX512_BF16 = 4,  // with products of bfloat16
+    REGARD_AMX = 5,          // and of tiles of it, in the forward pass; only if asked for
 };
 
 enum regard_dtype : int32_t { REGARD_FLOAT32 = 0, REGARD_BFLOAT16 = 1, REGARD_FLOAT16 = 2 };

@@ -32,12 +32,6 @@
 namespace REGARD_NAMESPACE {
 
 inline int64_t whole_vectors(int64_t width) { return (width + W - 1) / W * W; }
-// Rows of T for so many numbers.
-template <class T>
-int64_t operands(int64_t numbers) {
-    return (numbers + TOGETHER<T> - 1) / TOGETHER<T>;
-}
-
 constexpr int64_t BACKWARD_TEAM = 4;  // blocks of queries that are computed together, chunk of keys by chunk
 
 // The state of a block of queries.
@@ -58,9 +52,9 @@ template <class T>
 struct Bench {
     Scratch scratch;
     Queries<T> team[BACKWARD_TEAM];
-    float *p, *ds, *slope, *bias, *dk, *dv;
+    float *p, *ds, *slope, *bias, *dk, *dv, *rows;
     T *out, *clean_k, *clean_v, *k, *v, *k_columns;
-    Pair *rows, *p_rounded, *ds_rounded, *ds_by_keys;
+    Pair *p_rounded, *ds_rounded, *ds_by_keys;
     alignas(64) float ones[LANES], scale[LANES];
 
     // `copies`: whether keys and values are copied; `sums`: whether dk and dv are allocated here.
@@ -123,7 +117,7 @@ const T *contiguous_rows(const regard_args &a, const void *x, const int64_t (&st
         return (const T *)to;
     };
     if constexpr (std::is_same_v<T, Pair>) {
-        return copied((const BFloat16 *)x + at, [&](const BFloat16 *row, Pair *to) { to_pairs(row, width, to); });
+        return copied((const BFloat16 *)x + at, [&](const BFloat16 *row, Pair *to) { copy_row(row, width, to); });
     } else {
         const T *rows = nullptr;
         with_dtype(a.dtype, [&](auto number) {
@@ -140,7 +134,7 @@ inline const Pair *as_columns(const regard_args &a, int64_t item, int64_t group,
     const BFloat16 *k = (const BFloat16 *)a.k + item * a.k_stride[0] + group * a.k_stride[1];
     for (int64_t j = 0; j < a.keys; j += 2) {
         const BFloat16 *row = k + j * a.k_stride[2];
-        pair_rows(row, j + 1 < a.keys ? row + a.k_stride[2] : nullptr, a.width, to + j / 2 * a.width);
+        pair_rows(row, j + 1 < a.keys ? row + a.k_stride[2] : nullptr, a.width, to + j / 2 * a.width, 0);
     }
     return to;
 }
@@ -165,7 +159,7 @@ const T *padded_rows(const regard_args &a, const void *x, const int64_t (&stride
             const N *first = from + i * stride[2];
             if constexpr (!std::is_same_v<T, Pair>) copy_row(first, width, row);
             else if constexpr (std::is_same_v<N, BFloat16>)
-                pair_rows(first, i + 1 < block.rows ? first + stride[2] : nullptr, width, row);
+                pair_rows(first, i + 1 < block.rows ? first + stride[2] : nullptr, width, row, 0);
             std::memset(row + width, 0, (size_t)(padded - width) * sizeof *row);
         }
     };
@@ -343,7 +337,7 @@ template <class T>
 const T *by_keys(const float *ds, const Span &span, Pair *to) {
     if constexpr (!std::is_same_v<T, Pair>) return ds;
     else {
-        pair_keys(ds, span, to);
+        pair_keys<T>(ds, span, to);
         return to;
     }
 }

@@ -98,7 +98,7 @@ class LanesReading {
             scores<false, false>(k, k_stride, some, q, a.width, 0, lanes, s, nullptr, nullptr, 0, k_ahead);
             if (transforms(a)) transform(s, some, 0, lanes, a.scale, a.softcap, nullptr);
             hide(j, some);
-            maxima(s, some, 0, lanes, rows, 0);
+            maxima<false>(s, some, 0, lanes, rows, 0);
         }
         exponentials<false>(s, some, 0, lanes, exponent_of(a), rows);
         if (!a.out) return;

@@ -1,4 +1,10 @@
 // The C entry points: check the call, and run it with the best instruction set of the CPU.
+#if defined(REGARD_HAS_AMX) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <new>
 #include <system_error>
 
@@ -16,6 +22,12 @@ DECLARE(portable)
 DECLARE(avx2)
 DECLARE(avx512)
 DECLARE(avx512_bf16)
+namespace regard_amx {
+void attention(const regard_args &);
+}
+#if defined(REGARD_HAS_AMX) && defined(__linux__)
+extern "C" __attribute__((weak)) int regard_emulated_tiles();  // of tests/kernels/tiles_emulator.c, if that is loaded
+#endif
 
 namespace {
 
@@ -27,6 +39,24 @@ struct Build {
     void (*product)(const regard_product &, const regard_factor *);
     void (*norm)(const regard_norm &);
 };
+
+// Whether the CPU has tiles, and the system lets this process use them: they are asked for, once, because the memory in
+// which a thread's registers are saved grows by 8 KB. Or whether a test executes their instructions in software.
+bool has_tiles() {
+#if defined(REGARD_HAS_AMX) && defined(__linux__)
+    static const bool granted = [] {
+        constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
+        constexpr long REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM
+        unsigned a = 0, b = 0, c = 0, d = 0;
+        const bool here = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & BF16) && (d & TILE);
+        if (here && syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0) return true;
+        return regard_emulated_tiles && regard_emulated_tiles();
+    }();
+    return granted;
+#else
+    return false;
+#endif
+}
 
 #define BUILD(here, name)                                                                                              \
     {here, regard_##name::attention, regard_##name::backward, regard_##name::product, regard_##name::norm}
@@ -43,6 +73,13 @@ Build build_of(int32_t isa) {
 #if defined(REGARD_HAS_AVX512_BF16)
     const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
     if (isa == REGARD_AVX512_BF16) return BUILD(bf16, avx512_bf16);
+#if defined(REGARD_HAS_AMX)
+    if (isa == REGARD_AMX) {
+        Build build = BUILD(bf16 && has_tiles(), avx512_bf16);
+        build.attention = regard_amx::attention;
+        return build;
+    }
+#endif
 #endif
 #endif
     return BUILD(isa == REGARD_PORTABLE, portable);
@@ -119,7 +156,7 @@ int32_t run(int32_t isa, Function f) {
 extern "C" int32_t regard_has_isa(int32_t isa) { return build_of(isa).here; }
 
 extern "C" int32_t regard_best_isa(void) {
-    int32_t isa = REGARD_AVX512_BF16;
+    int32_t isa = REGARD_AVX512_BF16;   // (not REGARD_AMX, which is for those who ask for it)
     while (!build_of(isa).here) isa--;  // (each includes those before it)
     return isa;
 }

@@ -5,6 +5,7 @@
 #include "layout.h"
 #include "scratch.h"
 #include "softmax.h"
+#include "tiles.h"
 #include "visibility.h"
 
 namespace REGARD_NAMESPACE {
@@ -24,7 +25,7 @@ struct Seen {
 struct Desk {
     Scratch scratch;
     float *q, *o, *s, *kept, *bias, *keys, *values, *strip;
-    Pair *rounded;  // weights as pairs of keys
+    Pair *rounded;  // weights as pairs of keys, in parts that are PAIR_ROWS rows apart
     Rows rows;
     const Block *upcoming = nullptr;  // what this desk is likely to be used for after this block
     std::vector<Seen> seen;
@@ -45,19 +46,23 @@ struct Desk {
         if (span_of.capacity() * sizeof(int32_t) > bytes) std::vector<int32_t>().swap(span_of);
     }
 
+    // T: the operands of the products.
+    template <class T>
     void lay(const regard_args &a, bool looking, size_t more) {
-        const size_t block = KEYS * LANES, strip = looking ? (size_t)a.keys * LANES : 0;
-        const size_t floats =
-            (a.width + a.value_width) * LANES + 4 * block + KEYS * (a.width + a.value_width) + strip + more;
+        const size_t block = KEYS * LANES, strip = looking ? (size_t)(a.keys + TILE) * LANES : 0;
+        const size_t width = (size_t)std::max(operands<T>(a.width), a.width);
+        const size_t value_width = (size_t)whole_tiles(a.value_width);
+        const size_t floats = (width + value_width) * LANES + 3 * block + 3 * PAIR_ROWS * LANES +
+                              KEYS * (width + value_width) + strip + more;
         scratch.reserve(floats * 4 + 16 * 64);
-        q = scratch.take<float>(a.width * LANES);
-        o = scratch.take<float>(a.value_width * LANES);
+        q = scratch.take<float>(width * LANES);
+        o = scratch.take<float>(value_width * LANES);
         s = scratch.take<float>(block);
         kept = scratch.take<float>(block);
         bias = scratch.take<float>(block);
-        rounded = scratch.take<Pair>(block / 2);
-        keys = scratch.take<float>(KEYS * a.width);
-        values = scratch.take<float>(KEYS * a.value_width);
+        rounded = scratch.take<Pair>(3 * PAIR_ROWS * LANES);
+        keys = scratch.take<float>(KEYS * width);
+        values = scratch.take<float>(KEYS * value_width);
         this->strip = looking ? scratch.take<float>(strip) : nullptr;
     }
 };
@@ -71,94 +76,193 @@ const T *side_by_side(const T *from, int64_t stride, int64_t rows, int64_t width
     return (const T *)to;
 }
 
-// The number of T in a row of q or k.
-template <class T>
-int64_t width_of(const regard_args &a) {
-    return std::is_same_v<T, Pair> ? (a.width + 1) / 2 : a.width;
-}
-
-// Whether rows can be read as pairs in place; else `to_pairs` copies them.
+// Whether rows can be read as pairs in place; else `copy_row` copies them. (Tiles read whole tiles of pairs.)
 inline bool lies_in_pairs(const void *p, const int64_t (&stride)[3], int64_t width) {
-    return ((uintptr_t)p / 2 | (uintptr_t)(stride[0] | stride[1] | stride[2] | width)) % 2 == 0;
+    if (width % (TILES ? 2 * TILE : 2)) return false;
+    return ((uintptr_t)p / 2 | (uintptr_t)(stride[0] | stride[1] | stride[2])) % 2 == 0;
 }
-inline void to_pairs(const BFloat16 *from, int64_t width, Pair *to) {
-    std::memset(to + (width - 1) / 2, 0, sizeof *to);  // an odd width is padded with 0
-    std::memcpy(to, from, (size_t)width * sizeof *from);
-}
-// Interleaves two rows to pairs; `second` may be null for 0.
-inline void pair_rows(const BFloat16 *first, const BFloat16 *second, int64_t width, Pair *to) {
-    for (int64_t x = 0; x < width; x++) to[x] = (Pair)(first[x].bits | (uint32_t)(second ? second[x].bits : 0) << 16);
+// Interleaves two rows to pairs, in parts that are `apart` operands from each other; `second` may be null for 0.
+template <class T, class N>
+void pair_rows(const N *first, const N *second, int64_t width, T *to, int64_t apart) {
+    if constexpr (std::is_same_v<N, BFloat16>) {  // one part: nothing is rounded
+        for (int64_t x = 0; x < width; x++)
+            ((Pair *)to)[x] = (Pair)(first[x].bits | (uint32_t)(second ? second[x].bits : 0) << 16);
+    } else {
+        int64_t x = 0;
+        for (; x + W <= width; x += W) store_paired(to + x, apart, load(first + x), second ? load(second + x) : F{});
+        if (x == width) return;
+        T some[PARTS<T> * W];
+        store_paired(some, W, load_some(first + x, width - x), second ? load_some(second + x, width - x) : F{});
+        for (int part = 0; part < PARTS<T>; part++)
+            std::memcpy(to + part * apart + x, some + part * W, (size_t)(width - x) * sizeof *to);
+    }
 }
 
-// Rows of a block from memory to lanes of T. `width`: numbers of a row. `pairs`: memory for the rows as pairs.
+// Rows of a block from memory to lanes of T. `width`: numbers of a row. `copy`: memory for the rows as operands.
 template <class T>
 void to_lanes(const regard_args &a, const void *x, const int64_t (&stride)[3], int64_t width, const Block &block,
-              Pair *pairs, T *to) {
+              float *copy, T *to) {
     const int64_t at = block.item * stride[0] + block.head * stride[1] + block.row * stride[2];
+    const int64_t apart = operands<T>(width);
+    // Pairs are transposed like floats.
+    const auto turn = [&](const auto *from, int64_t stride) {
+        rows_to_lanes(from, stride, block.rows, block.lanes, apart, (float *)to);
+    };
+    const auto turn_copies = [&](const auto *from) {
+        for (int i = 0; i < block.rows; i++) copy_row(from + i * stride[2], width, (T *)copy + i * apart);
+        turn((const float *)copy, apart);
+    };
     if constexpr (std::is_same_v<T, Pair>) {
-        // Pairs are transposed like floats.
         const BFloat16 *from = (const BFloat16 *)x + at;
-        int64_t apart = stride[2] / 2;
-        if (!lies_in_pairs(x, stride, width)) {
-            apart = (width + 1) / 2;
-            for (int i = 0; i < block.rows; i++) to_pairs(from + i * stride[2], width, pairs + i * apart);
-            from = (const BFloat16 *)pairs;
-        }
-        rows_to_lanes((const float *)from, apart, block.rows, block.lanes, (width + 1) / 2, (float *)to);
+        lies_in_pairs(x, stride, width) ? turn((const float *)from, stride[2] / 2) : turn_copies(from);
     } else {
         with_dtype(a.dtype, [&](auto number) {
-            rows_to_lanes((const decltype(number) *)x + at, stride[2], block.rows, block.lanes, width, to);
+            const auto *from = (const decltype(number) *)x + at;
+            if constexpr (std::is_same_v<T, float>) turn(from, stride[2]);
+            else turn_copies(from);
         });
     }
 }
 
-// The value of key j, counted from an even key; a pair has the values of two keys.
-inline float value_at(const float *v, int64_t stride, int64_t j, int64_t e) { return v[j * stride + e]; }
-inline float value_at(const Pair *v, int64_t stride, int64_t j, int64_t e) {
-    return widened(BFloat16{(uint16_t)((uint32_t)v[j / 2 * stride + e] >> 16 * (j % 2))});
-}
+// Values as the products read them. Floats: rows. Pairs: rows of pairs of neighbouring keys. On tiles: columns in
+// tiles, each contiguous, with the pairs of 32 keys in a row; padded with 0, for whole tiles are read.
+//
+//     rows       (M, E)                     stride: E
+//     pairs      (M / 2, E)                 stride: E
+//     on tiles   (M / 32, parts, E', 16)    stride: from one 32 keys to the next; E' is E rounded up to whole tiles
+template <class T>
+struct Columns {
+    static constexpr bool turned = TILES && !std::is_same_v<T, float>;
+    static constexpr int64_t together = turned ? 2 * TILE : TOGETHER<T>;  // keys that lie together
+    int64_t width;                                                        // numbers of a row
+    int64_t part;                                                         // pairs between the parts of a column
+    int64_t stride;
+    explicit Columns(int64_t width)
+        : width(width), part(whole_tiles(width) * TILE), stride(turned ? PARTS<T> * part : width) {}
 
-// Rounds neighbouring keys of a span to pairs.
-inline void pair_keys(const float *x, const Span &span, Pair *to) {
-    const int64_t keys = span.last - span.first;
-    for (int64_t j = 0; j < keys; j += 2) {
-        for (int lane = span.lane; lane < span.lanes_end; lane += W) {
-            const float *at = x + j * LANES + lane;
-            store(to + j / 2 * LANES + lane, paired(load(at), j + 1 < keys ? load(at + LANES) : F{}));
+    int64_t size(int64_t keys) const { return (keys + together - 1) / together * stride; }
+    // Those of key j and its neighbours.
+    const T *at(const T *v, int64_t stride, int64_t j) const { return v + j / together * stride; }
+    // One value of key j, counted from the first at v.
+    float value(const T *v, int64_t stride, int64_t j, int64_t e) const {
+        const T *row = at(v, stride, j);
+        if constexpr (std::is_same_v<T, float>) return row[e];
+        else {
+            const Pair *pair = (const Pair *)row + (turned ? e * TILE + j % together / 2 : e);
+            float sum = 0.0f;
+            for (int i = PARTS<T> - 1; i >= 0; i--)
+                sum += widened(BFloat16{(uint16_t)((uint32_t)pair[i * part] >> 16 * (j % 2))});
+            return sum;
+        }
+    }
+};
+
+// Turns up to 32 rows to columns for tiles.
+template <class T, class N>
+void turn_rows(const N *rows, int64_t stride, int64_t keys, const Columns<T> &columns, T *to) {
+    static_assert(!TILES || W == TILE);
+    for (int64_t e = 0; e < whole_tiles(columns.width); e += TILE) {
+        alignas(64) T block[PARTS<T>][W][W] = {};
+        for (int64_t i = 0; i < W && 2 * i < keys; i++) {
+            const N *row = rows + 2 * i * stride + e;
+            pair_rows(row, 2 * i + 1 < keys ? row + stride : nullptr, std::min(TILE, columns.width - e), block[0][i],
+                      W * W);
+        }
+        for (int part = 0; part < PARTS<T>; part++) {
+            F x[W];
+            for (int i = 0; i < W; i++) x[i] = load((const float *)block[part][i]);
+            transpose(x);
+            for (int i = 0; i < W; i++) store((float *)(to + part * columns.part + (e + i) * TILE), x[i]);
         }
     }
 }
 
-// o += p v
-inline void values_of(const float *v, int64_t stride, const float *p, const Span &span, int64_t width, Desk &desk,
-                      const Ahead &ahead) {
-    const int64_t keys = span.last - span.first;
-    values(side_by_side(v, stride, keys, width, desk.values), width, p, keys, width, span.lane, span.lanes_end,
-           desk.rows.shrink, desk.o, ahead);
+// Rounds neighbouring keys of a span to pairs: (parts, rows, LANES). Tiles read rows of 0 before and after them, for
+// all keys that lie together with theirs. Returns the number of rows.
+template <class T>
+int64_t pair_keys(const float *x, const Span &span, Pair *to) {
+    constexpr int64_t part = PAIR_ROWS * LANES;
+    const int64_t keys = span.last - span.first, pairs = (keys + 1) / 2;
+    const int64_t before = TILES ? span.first % (2 * TILE) / 2 : 0, rows = before + pairs;
+    for (int64_t j = 0; j < keys; j += 2) {
+        for (int lane = span.lane; lane < span.lanes_end; lane += W) {
+            const float *at = x + j * LANES + lane;
+            store_paired((T *)to + (before + j / 2) * LANES + lane, part, load(at),
+                         j + 1 < keys ? load(at + LANES) : F{});
+        }
+    }
+    if (!TILES) return rows;
+    for (int i = 0; i < PARTS<T>; i++) {
+        std::memset(to + i * part, 0, (size_t)(before * LANES) * sizeof *to);
+        std::memset(to + i * part + rows * LANES, 0, (size_t)((whole_tiles(rows) - rows) * LANES) * sizeof *to);
+    }
+    return whole_tiles(rows);
 }
-inline void values_of(const Pair *v, int64_t stride, const float *p, const Span &span, int64_t width, Desk &desk,
-                      const Ahead &ahead) {
-    pair_keys(p, span, desk.rounded);
-    values(v, stride, desk.rounded, (span.last - span.first + 1) / 2, width, span.lane, span.lanes_end,
-           desk.rows.shrink, desk.o, ahead);
+
+// Rows for tiles, which read whole ones: where they lie, or with rows of 0 after them in `copy`.
+template <class T>
+const T *whole_rows(const T *rows, int64_t &stride, int64_t count, int64_t width, float *copy) {
+    if (count % TILE == 0) return rows;
+    for (int64_t j = 0; j < count; j++)
+        std::memcpy((T *)copy + j * width, rows + j * stride, (size_t)width * sizeof(T));
+    std::memset((T *)copy + count * width, 0, (size_t)((whole_tiles(count) - count) * width) * sizeof(T));
+    stride = width;
+    return (const T *)copy;
+}
+
+// s = k q for the keys of a span; with `Max` also the running maximum, with `Where` also its key. `copy`: memory for
+// its rows of k.
+template <bool Max, bool Where, class T>
+void scores_of(const T *k, int64_t stride, const T *q, int64_t numbers, const Span &span, float *s, Rows &rows,
+               float *copy, const Ahead &ahead) {
+    const int64_t keys = span.last - span.first, width = operands<T>(numbers);
+    const int32_t key = (int32_t)span.first;
+    if constexpr (TILES && !std::is_same_v<T, float>) {
+        k = whole_rows(k, stride, keys, width, copy);
+        tile_scores<PARTS<T>>((const Pair *)k, stride, keys, (const Pair *)q, operands_of_part<T>(numbers), span.lane,
+                              span.lanes_end, s, ahead);
+        if (Max) maxima<Where>(s, keys, span.lane, span.lanes_end, rows, key);
+    } else {
+        k = side_by_side(k, stride, keys, width, copy);
+        scores<Max, Where>(k, width, keys, q, width, span.lane, span.lanes_end, s, rows.top, rows.at, key, ahead);
+    }
+}
+
+// o = o * shrink + v p for the keys of a span, where v is as `Columns` describes. `copy`: memory for its rows of v;
+// `rounded`: for its weights as operands.
+template <class T>
+void values_of(const T *v, int64_t stride, const float *p, const Span &span, const Columns<T> &columns,
+               const float *shrink, float *o, float *copy, Pair *rounded, const Ahead &ahead) {
+    const int64_t keys = span.last - span.first, width = columns.width;
+    const int first = span.lane, last = span.lanes_end;
+    if constexpr (std::is_same_v<T, float>) {
+        v = side_by_side(v, stride, keys, width, copy);
+        values(v, width, p, keys, width, first, last, shrink, o, ahead);
+    } else {
+        const int64_t pairs = pair_keys<T>(p, span, rounded);
+        if constexpr (TILES)
+            tile_values<PARTS<T>>((const Pair *)v, stride, columns.part, rounded, pairs, width, first, last, shrink, o,
+                                  ahead);
+        else values(v, stride, rounded, pairs, width, first, last, shrink, o, ahead);
+    }
 }
 
 // The same if v has NaN or inf: only visible pairs, since 0 * NaN of a hidden one must not count. (NaN of a visible one
 // does, whatever its weight, as without a mask.)
 template <class T>
-void values_carefully(const T *v, int64_t stride, const float *p, const Plan &plan, const Span &span, int64_t width,
-                      Desk &desk) {
-    const int64_t keys = span.last - span.first;
+void values_carefully(const T *v, int64_t stride, const float *p, const Plan &plan, const Span &span,
+                      const Columns<T> &columns, Desk &desk) {
+    const int64_t keys = span.last - span.first, width = columns.width;
     for (int64_t j = 0; j < keys; j++) {
         for (int64_t e = 0; e < width; e++) {
-            const float x = value_at(v, stride, j, e);
+            const float x = columns.value(v, stride, span.first % columns.together + j, e);
             desk.values[j * width + e] = std::isfinite(x) ? x : 0.0f;
         }
     }
     values(desk.values, width, p, keys, width, span.lane, span.lanes_end, desk.rows.shrink, desk.o);
     for (int64_t j = 0; j < keys; j++) {
         for (int64_t e = 0; e < width; e++) {
-            const float x = value_at(v, stride, j, e);
+            const float x = columns.value(v, stride, span.first % columns.together + j, e);
             if (std::isfinite(x)) continue;
             for (int i = span.lane; i < span.lanes_end; i++)
                 if (plan.sees(span, i, span.first + j)) desk.o[e * LANES + i] += p[j * LANES + i] * x;
@@ -181,7 +285,7 @@ inline double natural_of(const regard_args &a) { return transforms(a) ? 1.0 : a.
 // Loads the queries into the lanes, and resets the running softmax.
 template <class T>
 void start(const regard_args &a, const Block &block, Desk &desk) {
-    to_lanes(a, a.q, a.q_stride, a.width, block, (Pair *)desk.keys, (T *)desk.q);
+    to_lanes(a, a.q, a.q_stride, a.width, block, desk.keys, (T *)desk.q);
     if (a.out) {  // only lanes that are used: a short text has 16 of the 64
         for (int64_t e = 0; e < a.value_width; e++)
             for (int lane = 0; lane < block.lanes; lane += COLUMN)
@@ -212,16 +316,16 @@ template <bool Look, class T>
 void advance(const regard_args &a, const Block &block, Desk &desk, bool careful, int64_t from, int64_t to) {
     const T *k = (const T *)a.k + block.item * a.k_stride[0] + block.group * a.k_stride[1];
     const T *v = (const T *)a.v + block.item * a.v_stride[0] + block.group * a.v_stride[1], *q = (const T *)desk.q;
-    constexpr int64_t SOME = TOGETHER<T>;  // keys in a row of v
-    const int64_t width = width_of<T>(a);
+    const Columns<T> columns(a.value_width);
+    const int64_t width = operands<T>(a.width);
     Rows &rows = desk.rows;
     const bool transformed = transforms(a);
     const float factor = desk.exponent = exponent_of(a);
-    Plan plan(a, block, SOME);
+    Plan plan(a, block, columns.together);
     plan.each(from, to, [&](const Span &span) {
         const int64_t keys = span.last - span.first;
         const int first = span.lane, last = span.lanes_end;
-        const T *key = side_by_side(k + span.first * a.k_stride[2], a.k_stride[2], keys, width, desk.keys);
+        const T *key = k + span.first * a.k_stride[2];
         // To be fetched meanwhile: the next keys and values; after the last ones the next queries and the output's
         // rows.
         const bool ends = span.last == plan.last();
@@ -230,14 +334,14 @@ void advance(const regard_args &a, const Block &block, Desk &desk, bool careful,
                               : desk.upcoming ? rows_ahead(a, a.q, a.q_stride, *desk.upcoming, a.width)
                                               : Ahead();
         const Ahead v_ahead =
-            !ends ? Ahead(v + span.last / SOME * a.v_stride[2], (next + 1) / SOME, a.value_width, a.v_stride[2])
+            !ends ? Ahead(columns.at(v, a.v_stride[2], span.last), (next + columns.together - 1) / columns.together,
+                          columns.stride, a.v_stride[2])
                   : rows_ahead(a, a.out, a.out_stride, block, a.value_width);
         float *s = Look ? desk.strip + (span.first - plan.first()) * LANES : desk.s;
         if (!transformed && !span.masked) {
-            scores<true, Look>(key, width, keys, q, width, first, last, s, rows.top, rows.at, (int32_t)span.first,
-                               k_ahead);
+            scores_of<true, Look>(key, a.k_stride[2], q, a.width, span, s, rows, desk.keys, k_ahead);
         } else {
-            scores<false, false>(key, width, keys, q, width, first, last, s, rows.top, rows.at, 0, k_ahead);
+            scores_of<false, false>(key, a.k_stride[2], q, a.width, span, s, rows, desk.keys, k_ahead);
             if (transformed) {
                 if (a.bias) {
                     const int64_t *stride = a.bias_stride;
@@ -248,7 +352,7 @@ void advance(const regard_args &a, const Block &block, Desk &desk, bool careful,
                 transform(s, keys, first, last, a.scale, a.softcap, a.bias ? desk.bias : nullptr);
             }
             if (span.masked) plan.hide(span, s);
-            maxima(s, keys, first, last, rows, (int32_t)span.first);
+            maxima<Look>(s, keys, first, last, rows, (int32_t)span.first);
         }
         if (Look) desk.seen.emplace_back(span, s);
         exponentials<Look>(s, keys, first, last, factor, rows, Look ? &desk.seen.back().sums : nullptr);
@@ -260,9 +364,9 @@ void advance(const regard_args &a, const Block &block, Desk &desk, bool careful,
                  stride[1], a.drop_threshold, desk.kept);
             p = desk.kept;
         }
-        const T *value = v + span.first / SOME * a.v_stride[2];
-        careful ? values_carefully(value, a.v_stride[2], p, plan, span, a.value_width, desk)
-                : values_of(value, a.v_stride[2], p, span, a.value_width, desk, v_ahead);
+        const T *value = columns.at(v, a.v_stride[2], span.first);
+        if (careful) values_carefully(value, a.v_stride[2], p, plan, span, columns, desk);
+        else values_of(value, a.v_stride[2], p, span, columns, rows.shrink, desk.o, desk.values, desk.rounded, v_ahead);
     });
 }
 

@@ -112,8 +112,36 @@ inline void put(T *p, float x) {
 // multiplies pairs and adds both products to a float32, at twice the speed of float32.
 typedef int32_t Pair;
 
+// Two floats, each as a sum of three bfloat16 numbers: in a row of these, all pairs of the largest parts come first,
+// then those of the middle ones, then those of the smallest. Only CPUs with tiles multiply them (`tiles.h`).
+struct Split {
+    Pair pair;
+};
+
 template <class T>
-constexpr int TOGETHER = std::is_same_v<T, Pair> ? 2 : 1;  // numbers in an operand of the products
+constexpr int TOGETHER = std::is_same_v<T, float> ? 1 : 2;  // numbers in an operand of the products
+template <class T>
+constexpr int PARTS = std::is_same_v<T, Split> ? 3 : 1;  // bfloat16 numbers that make up one number
+
+constexpr int64_t TILE = 16;  // rows of a tile, and pairs in a row of it
+constexpr int64_t whole_tiles(int64_t count) { return (count + TILE - 1) / TILE * TILE; }
+#if defined(__AMX_BF16__)
+constexpr bool TILES = true;  // pairs are multiplied tile by tile
+#else
+constexpr bool TILES = false;
+#endif
+
+// The number of T that hold one part of a row of so many numbers, and all parts of it. With tiles, rows are padded with
+// 0.
+template <class T>
+constexpr int64_t operands_of_part(int64_t numbers) {
+    const int64_t count = (numbers + TOGETHER<T> - 1) / TOGETHER<T>;
+    return TILES && !std::is_same_v<T, float> ? whole_tiles(count) : count;
+}
+template <class T>
+constexpr int64_t operands(int64_t numbers) {
+    return PARTS<T> * operands_of_part<T>(numbers);
+}
 
 inline F add_product(F sum, F a, F b) { return sum + a * b; }
 #if defined(__AVX512BF16__)
@@ -146,6 +174,31 @@ inline I paired(F first, F second) {
 inline void store_neighbours(Pair *to, F x) { store((BFloat16 *)to, x); }
 #endif
 
+// The pairs of two vectors, lane by lane, in parts that are `apart` operands from each other.
+template <class T>
+inline void store_paired(T *to, int64_t apart, F first, F second) {
+    if constexpr (!std::is_same_v<T, Split>) return store((Pair *)to, paired(first, second));
+    // Rounded by integers, ties away from 0: fewer instructions than to nearest even, and nothing is lost by it, for
+    // the next part has the rest. The last one has at most eight bits.
+#pragma GCC unroll 2
+    for (int part = 0; part < 2; part++) {
+        const I a = ((I)first + 0x8000) & ~0xffff, b = ((I)second + 0x8000) & ~0xffff;
+        store((Pair *)to + part * apart, (I)((U)a >> 16) | b);
+        first -= (F)a, second -= (F)b;
+    }
+    store((Pair *)to + 2 * apart, (I)((U)(I)first >> 16) | ((I)second & ~0xffff));
+}
+// The same for pairs of neighbours in one vector.
+template <class T>
+inline void store_neighbours(T *to, int64_t apart, F x) {
+#pragma GCC unroll 3
+    for (int part = 0; part < PARTS<T>; part++) {
+        Pair *here = (Pair *)to + part * apart;
+        store_neighbours(here, x);
+        if (part + 1 < PARTS<T>) x -= load((const BFloat16 *)here);
+    }
+}
+
 // to = row * scale
 inline void copy_row(const float *from, int64_t width, float *to, float = 1.0f) {
     std::memcpy(to, from, (size_t)width * sizeof *to);
@@ -155,6 +208,19 @@ void copy_row(const T *from, int64_t width, float *to, float scale = 1.0f) {
     int64_t x = 0;
     for (; x + W <= width; x += W) store(to + x, load(from + x) * scale);
     for (; x < width; x++) to[x] = widened(from[x]) * scale;
+}
+// The same as pairs of neighbours, padded with 0 (an odd width; with tiles, to whole ones).
+inline void copy_row(const BFloat16 *from, int64_t width, Pair *to) {
+    std::memset(to + width / 2, 0, (size_t)(operands<Pair>(width) - width / 2) * sizeof *to);
+    std::memcpy(to, from, (size_t)width * sizeof *from);
+}
+template <class T>
+void copy_row(const T *from, int64_t width, Split *to) {
+    const int64_t apart = operands_of_part<Split>(width);
+    for (int64_t x = 0; x < 2 * apart; x += W) {
+        const int64_t left = width - x;
+        store_neighbours(to + x / 2, apart, left >= W ? load(from + x) : left > 0 ? load_some(from + x, left) : F{});
+    }
 }
 
 // f(T{}) with the type of `dtype`.

@@ -91,7 +91,7 @@ void go_through(const regard_args &a, const Blocks &now, const Blocks &next) {
 template <class T>
 int64_t team_size(const Work &work) {
     const regard_args &a = work.a;
-    const int64_t number = std::is_same_v<T, Pair> ? 2 : 4;  // bytes
+    const int64_t number = PARTS<T> * (int64_t)sizeof(T) / TOGETHER<T>;  // bytes
     const bool large = a.keys * (a.width + a.value_width) * number > (1 << 20);
     return large && a.batch * a.heads * work.blocks >= 4 * TEAM * a.threads ? TEAM : 1;
 }
@@ -110,10 +110,11 @@ void plain(const Work &work) {
     std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
     in_team(a.threads, [&] {
-        FlushSubnormals flush;
+        const FlushSubnormals flush;
+        const Operate<T> tiles;
         try {
             for (int m = 0; m < size; m++) {
-                team[m].lay(a, false, 0);
+                team[m].lay<T>(a, false, 0);
                 team[m].s = team[0].s;  // buffers for one span are shared
             }
             Blocks later;
@@ -156,12 +157,13 @@ void looking(const Work &work) {
     std::atomic<bool> failed{false};
 #pragma omp parallel num_threads(a.threads)
     {
-        FlushSubnormals flush;
+        const FlushSubnormals flush;
+        const Operate<T> tiles;
         try {
             const size_t cells = a.heatmap ? (size_t)a.heatmap_cols * LANES : 0;
             float *cell = nullptr;
             for (int64_t m = 0; m < size; m++) {
-                team[m].lay(a, true, m == 0 ? cells : 0);
+                team[m].lay<T>(a, true, m == 0 ? cells : 0);
                 if (m == 0) cell = team[m].scratch.take<float>(cells);
             }
             for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < heads * parts;) {

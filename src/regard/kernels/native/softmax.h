@@ -48,19 +48,27 @@ inline void transform(float *s, int64_t keys, int first, int last, float scale, 
     }
 }
 
-// The running maximum, if the product did not compute it.
-inline void maxima(const float *s, int64_t keys, int first, int last, Rows &rows, int32_t key) {
-    for (int lane = first; lane < last; lane += W) {
-        F top = load(rows.top + lane);
-        I at = load(rows.at + lane);
+// The running maximum, if the product did not compute it; with `Where` also its key.
+template <bool Where>
+void maxima(const float *s, int64_t keys, int first, int last, Rows &rows, int32_t key) {
+    over_lanes(first, last, [&](int lane, auto nv) {
+        constexpr int NV = nv.value;
+        F top[NV];
+        I at[NV];
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) top[v] = load(rows.top + lane + v * W), at[v] = load(rows.at + lane + v * W);
         for (int64_t j = 0; j < keys; j++) {
-            const F x = load(s + j * LANES + lane);
-            at = choose(x > top, broadcast(key + (int32_t)j), at);
-            top = larger(top, x);
+            const I here = broadcast(key + (int32_t)j);
+#pragma GCC unroll 4
+            for (int v = 0; v < NV; v++) {
+                const F x = load(s + j * LANES + lane + v * W);
+                if (Where) at[v] = choose(x > top[v], here, at[v]);
+                top[v] = larger(top[v], x);
+            }
         }
-        store(rows.top + lane, top);
-        store(rows.at + lane, at);
-    }
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; v++) store(rows.top + lane + v * W, top[v]), store(rows.at + lane + v * W, at[v]);
+    });
 }
 
 // Of the weights of some keys, relative to the base after them: what the statistics of rows are made of.

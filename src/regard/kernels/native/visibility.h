@@ -51,7 +51,7 @@ class Plan {
     bool dense = false;
 
   public:
-    // Spans begin at multiples of `step`, 1 or 2.
+    // Spans begin at multiples of `step`, or of EDGE if that is less.
     Plan(const regard_args &a, const Block &block, int64_t step = 1) : a(a), block(block) {
         const bool shared = !a.causal && a.before < 0 && a.after < 0;  // one range for all queries
         auto range = range_of(a, block.item, block.row);
@@ -79,7 +79,7 @@ class Plan {
             end = std::max<int64_t>(end, high_most[c]);
         }
         begin -= begin % step;
-        all_low += all_low % step;
+        all_low = (all_low + step - 1) / step * step;
         if (all_high < end) all_high -= all_high % step;
     }
 

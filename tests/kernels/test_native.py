@@ -34,12 +34,12 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EVERY = ["entropy", "peak", "distance", "offset", Offsets(5, 3), "received", "on_first", Heatmap(7, 5)]
 
 loaded = library.load()
-SETS = [] if loaded is None else library.INSTRUCTION_SETS[1 : library.INSTRUCTION_SETS.index(loaded.best) + 1]
+SETS = [] if loaded is None else loaded.usable
 
 
 @pytest.fixture(params=[*(pytest.param(name, marks=pytest.mark.slow) for name in SETS[:-1]), *SETS[-1:]])
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each that this CPU has, the best one last: the same source, compiled for it."""
+    """Each that this CPU has: the same source, compiled for it."""
     monkeypatch.setattr(library, "instruction_set", library.INSTRUCTION_SETS.index(request.param))
     return request.param
 
@@ -234,8 +234,10 @@ def test_what_is_hidden_does_not_leak(dtype: torch.dtype, bad: float, where: str
     dirty[where][0, :, 90:] = bad
     dirty[where][1, :, 51:, 3] = bad
     leaves = [q, dirty["k"].requires_grad_(), dirty["v"].requires_grad_()]
-    # (Weights are not rounded where values are no numbers, so outputs, of about 1, may differ by a rounding.)
-    rounding = {"rtol": 10 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
+    # (Weights are not rounded where values are no numbers, so outputs, of about 1, may differ by a rounding; on
+    # tiles by several, for numbers that are none are not multiplied there.)
+    eps = torch.finfo(dtype).eps
+    rounding = {"rtol": 10 * eps, "atol": (4 if instruction_set == "amx" else 1) * eps}
     for mask in (Padding(lengths=lengths), Keep(torch.arange(97) < lengths[:, None, None])):
         out = regard.attend(*leaves, mask=mask, kernel="native")
         torch.testing.assert_close(out, clean, **rounding)

@@ -22,7 +22,7 @@ EXAMPLES = settings(max_examples=40, deadline=None)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 loaded = library.load()
-SETS = [] if loaded is None else library.INSTRUCTION_SETS[1 : library.INSTRUCTION_SETS.index(loaded.best) + 1]
+SETS = [] if loaded is None else loaded.usable
 
 
 @pytest.fixture(params=SETS)

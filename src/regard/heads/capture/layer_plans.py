@@ -26,6 +26,7 @@ from torch import get_num_threads as num_threads
 from regard.heads.capture.huggingface import number_of_observers
 from regard.heads.capture.module_stack import Frame
 from regard.heads.capture.observed import ObservedCall
+from regard.heads.capture.sdpa import band_of
 from regard.kernels import native_library, plans
 
 if TYPE_CHECKING:
@@ -43,27 +44,33 @@ def attend_key(
 
 
 def transformers_key(
-    capture: AttentionCapture, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]
+    capture: AttentionCapture, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any], *, eager: bool
 ) -> Hashable | None:
-    """The key of a call of transformers' own sdpa function; None if it has no plan."""
+    """The key of a call of transformers' own sdpa function, or of an `eager` one that computes what its arguments say;
+    None if it has no plan."""
     if len(args) != 4:
         return None
     q, k, v, mask = args
     if not plans.may_repeat(q, k, v) or not (mask is None or type(mask) is Tensor):
         return None
     given = kwargs.get
-    if given("dropout") or not (given("softcap") is given("position_bias") is given("cache") is None):
+    if given("dropout") or not (given("position_bias") is given("cache") is None):
         return None
-    scale = given("scaling")
-    if scale is not None and type(scale) is not float:
+    scale, softcap = given("scaling"), given("softcap")
+    if (scale is not None and type(scale) is not float) or (softcap is not None and type(softcap) is not float):
         return None
-    version = 0
-    if mask is not None and not mask.is_inference():
-        version = mask._version
-    elif mask is not None and mask.dtype is not torch.bool:
-        return None  # (it was made a boolean mask of, and nothing tells whether it was written over since)
+    if given("s_aux") is not None if eager else softcap is not None:  # (sdpa ignores sinks, and refuses a softcap)
+        return None
+    visible = id(mask), 0 if mask is None or mask.is_inference() else mask._version  # (the plan keeps the mask alive)
+    if mask is not None and mask.dtype is not torch.bool:
+        with torch._C.DisableTorchFunction():
+            band = band_of(mask) if mask.shape[-1] == k.shape[2] else None
+        if band is not None:
+            visible = repr(band)
+        elif mask.is_inference():
+            return None  # (it was made a boolean mask of, and nothing tells whether it was written over since)
     causal = getattr(frame.module, "is_causal", None), given("is_causal")
-    return _key(capture, frame, (q, k, v), (id(mask), version, scale, *causal))  # (the plan keeps the mask alive)
+    return _key(capture, frame, (q, k, v), (eager, visible, scale, softcap, *causal))
 
 
 def _key(

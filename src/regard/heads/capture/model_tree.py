@@ -25,7 +25,7 @@ from torch import nn
 
 from regard.heads.capture.forward_code import forward_code, is_other_function_of_torch, is_plain
 
-__all__ = ["ModelTree", "is_named_for_attention", "tree_of"]
+__all__ = ["ModelTree", "has_foreign_hooks", "is_named_for_attention", "tree_of"]
 
 _ATTENTION_CLASS = re.compile(r"(Attention|Attn)(V?\d+[dD]?|Layer|Block|Module|Pool|Pooling)?$")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -71,7 +71,7 @@ class _Known:
             return None
         if self.attributes and not all(map(is_, map(own.get, self.attributes), self.values)):
             return None
-        foreign = bool(hooks or own["_forward_pre_hooks"]) and _has_foreign_hooks(own)
+        foreign = bool(hooks or own["_forward_pre_hooks"]) and has_foreign_hooks(own)
         return module if foreign is self.foreign else None
 
 
@@ -154,7 +154,7 @@ def _known(module: nn.Module, found: _Finder) -> _Known:
         tuple(map(id, module._modules.values())),
         id(module._forward_hooks),
         "forward" in own,
-        _has_foreign_hooks(own),
+        has_foreign_hooks(own),
         attributes,
         tuple([own.get(name) for name in attributes]),
         not (module._modules or hooks or attributes or "forward" in own),
@@ -225,7 +225,7 @@ class _Finder:
             return False
         if _is_class_of_regard(kind) or kind in _CONTAINERS:
             return True
-        if _has_foreign_hooks(module.__dict__):
+        if has_foreign_hooks(module.__dict__):
             return False
         if _is_leaf_of_torch(module):
             return not _computes_softmax(kind)
@@ -253,7 +253,7 @@ def _may_hold(value: Any) -> bool:
     return is_plain(value) or isinstance(value, torch.Tensor) or is_other_function_of_torch(value)
 
 
-def _has_foreign_hooks(own: dict[str, Any]) -> bool:
+def has_foreign_hooks(own: dict[str, Any]) -> bool:
     """Whether a module has hooks that are neither a capture's nor those by which transformers collects outputs."""
     if not own["_forward_hooks"] and not own["_forward_pre_hooks"]:
         return False

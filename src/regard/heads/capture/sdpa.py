@@ -12,9 +12,9 @@ from torch import Tensor
 
 from regard.attention import prepare
 from regard.kernels import Call
-from regard.masks import Causal, Keep, Mask
+from regard.masks import Causal, Keep, Mask, Window
 
-__all__ = ["MASKED", "from_sdpa", "split_additive_biases", "split_additive_mask"]
+__all__ = ["MASKED", "band_of", "from_sdpa", "split_additive_biases", "split_additive_mask"]
 
 MASKED = -9e3  # -1e4, -1e9, -inf and the lowest number are all in use to mask; no bias that matters is so low
 
@@ -35,6 +35,23 @@ def split_additive_mask(mask: Tensor) -> dict[str, Any]:
     visible = mask > MASKED
     bias = mask.masked_fill(~visible, 0.0)
     return {"mask": None if visible.all() else Keep(visible), "bias": bias if bias.any() else None}
+
+
+def band_of(mask: Tensor) -> Mask | None:
+    """`Causal` or a causal `Window`, if a mask (B, 1, N, N) that is added to the scores is nothing else. They have no
+    tensors: they are known to be the same in the next layer, and kernels skip what they hide.
+
+    >>> band_of(torch.full((1, 1, 3, 3), float("-inf")).triu(1))
+    Causal()
+    """
+    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3] or mask.shape[3] < 2:
+        return None
+    visible = mask > MASKED
+    n, size = mask.shape[3], int(visible[:1, 0, -1].sum())
+    band = torch.ones(n, n, dtype=torch.bool, device=mask.device).tril().triu(1 - size)
+    if not size or not (visible == band).all() or mask.masked_fill(~band, 0.0).any():
+        return None
+    return Causal() if size == n else Window(size)
 
 
 def split_additive_biases(mask: Mask | None, bias: list[Tensor] | None, **options: Any) -> dict[str, Any]:

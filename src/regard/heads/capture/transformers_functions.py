@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -19,13 +20,13 @@ from torch import Tensor, nn
 
 from regard.attention import prepare
 from regard.errors import bad_value
-from regard.heads.capture import huggingface, large_calls, layer_plans
+from regard.heads.capture import eager_functions, huggingface, large_calls, layer_plans
 from regard.heads.capture.flash import from_flash, paged
 from regard.heads.capture.flex import FlexMask
 from regard.heads.capture.huggingface import Implementation
 from regard.heads.capture.module_stack import Frame
 from regard.heads.capture.observed import ObservedCall
-from regard.heads.capture.sdpa import split_additive_mask
+from regard.heads.capture.sdpa import band_of, split_additive_mask
 from regard.kernels import Call, reference
 from regard.kernels.precision import fixed_precision
 from regard.masks import Causal, Mask
@@ -33,12 +34,12 @@ from regard.masks import Causal, Mask
 if TYPE_CHECKING:
     from regard.heads.capture.capture import AttentionCapture
 
-__all__ = ["capture_function"]
+__all__ = ["Arguments", "capture_function"]
 
 _ARGUMENTS = ("query", "key", "value", "attention_mask")
 
 
-class _Arguments(NamedTuple):
+class Arguments(NamedTuple):
     """What transformers passes to an attention function: q (B, H, N, D), k and v (B, G, M, D), and a mask."""
 
     module: nn.Module
@@ -50,12 +51,12 @@ class _Arguments(NamedTuple):
     options: dict[str, Any]
 
     @staticmethod
-    def of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+    def of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         given = dict(zip(_ARGUMENTS, args, strict=False)) | {n: kwargs[n] for n in _ARGUMENTS if n in kwargs}
         options = {name: x for name, x in kwargs.items() if name not in _ARGUMENTS}
         query, key, value, mask = (given.get(name) for name in _ARGUMENTS)
         assert isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
-        return _Arguments(module, query, key, value, mask, args[4:], options)
+        return Arguments(module, query, key, value, mask, args[4:], options)
 
     def check(self, how: Implementation) -> None:
         """Refuse masks that are not known, and paged caches."""
@@ -88,9 +89,9 @@ def capture_function(
 ) -> Any:
     """Compute the attention of a module of transformers, and report it."""
     key = None
-    frame = capture.frames.current(module) if how.trusted and capture.closed.is_running else None
-    if frame is not None:
-        key = layer_plans.transformers_key(capture, frame, args, kwargs)
+    frame = capture.frames.current(module) if capture.closed.is_running else None
+    if frame is not None and (how.trusted or _is_known_eager(capture, compute, how, module, args, kwargs)):
+        key = layer_plans.transformers_key(capture, frame, args, kwargs, eager=not how.trusted)
         heads = layer_plans.by_plan(capture, frame, key, *args[:3])
         if heads is not None:
             return heads.transpose(1, 2).contiguous(), None
@@ -108,11 +109,11 @@ def _described(
 ) -> Any:
     """The same for a layer that is like none before. `key`: of its plan."""
     with torch._C.DisableTorchFunction():
-        arguments = _Arguments.of(module, args, kwargs)
+        arguments = Arguments.of(module, args, kwargs)
         arguments.check(how)
-        one_pass = _may_compute(capture, how, arguments)
+        one_pass = _may_compute(capture, how, arguments, compute)
         candidates = _candidate_calls(how, arguments)
-        if one_pass and arguments.mask is None:  # (nobody wants gradients)
+        if one_pass and how.trusted and arguments.mask is None:  # (nobody wants gradients)
             call = _call_without_mask(capture, arguments)
         else:
             with capture.graph():
@@ -121,7 +122,10 @@ def _described(
     if attention is not None:
         if attention.result is not None:
             given = arguments.query, arguments.key, arguments.value
-            layer_plans.keep(capture, key, attention.attention, given, arguments.mask)
+            tensors = () if call.mask is None else call.mask.tensors()
+            layer_plans.keep(
+                capture, key, attention.attention, given, arguments.mask if any(True for _ in tensors) else None
+            )
         return _result(capture, attention, arguments, compute)
     certain = how.trusted or bool(arguments.options.get("dropout"))
     if how.masks == "eager" and _can_skip_weights(capture, call, arguments.options):
@@ -175,7 +179,7 @@ class _Computed(NamedTuple):
     result: Tensor | None
 
 
-def _compute(capture: AttentionCapture, call: Call, arguments: _Arguments) -> _Computed:
+def _compute(capture: AttentionCapture, call: Call, arguments: Arguments) -> _Computed:
     """Compute an attention in one pass with what is measured, unless a query sees nothing."""
     frame = capture.frames.current(arguments.module)
     assert frame is not None
@@ -185,7 +189,7 @@ def _compute(capture: AttentionCapture, call: Call, arguments: _Arguments) -> _C
 
 
 def _result(
-    capture: AttentionCapture, computed: _Computed, arguments: _Arguments, own_function: Any
+    capture: AttentionCapture, computed: _Computed, arguments: Arguments, own_function: Any
 ) -> tuple[Tensor, Any]:
     """The result of an attention function that was measured; of the function itself where it was not computed."""
     if computed.result is not None:
@@ -207,17 +211,41 @@ def _inside_attention(capture: AttentionCapture) -> Iterator[None]:
         capture.inside_attention = False
 
 
-def _may_compute(capture: AttentionCapture, how: Implementation, arguments: _Arguments) -> bool:
-    """Whether the attention may be computed in one pass with what is measured: transformers' own sdpa alone, whose
-    arguments say what it computes."""
+def _may_compute(capture: AttentionCapture, how: Implementation, arguments: Arguments, function: Any) -> bool:
+    """Whether the attention may be computed in one pass with what is measured: if its function is transformers' own
+    sdpa, whose arguments say what it computes, or an eager one that was found to compute what they say."""
     options = arguments.options
-    if not how.trusted or options.get("dropout") or options.get("softcap") is not None:  # (it refuses a softcap)
+    if options.get("dropout"):
+        return False
+    if how.trusted:
+        if options.get("softcap") is not None:  # (it refuses a softcap)
+            return False
+    elif how.masks != "eager" or not eager_functions.may_be_tried(capture, function, arguments):
         return False
     given = (arguments.query, arguments.key, arguments.value, arguments.mask, options.get("position_bias"))
     # (This is no handler of torch functions: the capture's own mode is on, but in closed modules.)
-    return capture.may_compute(
-        *(x for x in given if isinstance(x, Tensor)), modes=0 if capture.closed.is_running else 1
-    )
+    may = capture.may_compute(*(x for x in given if isinstance(x, Tensor)), modes=0 if capture.closed.is_running else 1)
+    return may and (how.trusted or eager_functions.agrees(function, arguments, partial(_trial_error, how)))
+
+
+def _is_known_eager(
+    capture: AttentionCapture,
+    function: Any,
+    how: Implementation,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> bool:
+    """Whether a function is an eager one that was found to compute what such arguments say."""
+    if how.masks != "eager" or len(args) != 4 or not capture.plans_layers:
+        return False
+    arguments = Arguments.of(module, args, kwargs)
+    return eager_functions.is_known(function, arguments) and eager_functions.may_be_tried(capture, function, arguments)
+
+
+def _trial_error(how: Implementation, trial: Arguments, out: Tensor) -> float:
+    """How far an output is from what its arguments say."""
+    return _error(next(_candidate_calls(how, trial)), _heads(out, trial.query))
 
 
 def _can_skip_weights(capture: AttentionCapture, call: Call, options: dict[str, Any]) -> bool:
@@ -227,12 +255,10 @@ def _can_skip_weights(capture: AttentionCapture, call: Call, options: dict[str, 
         return False
     if options.get("dropout") or options.get("position_bias") is not None:
         return False
-    asked = any(frame.kwargs.get("output_attentions") for frame in capture.frames.stack)
-    config = getattr(capture.frames.root, "config", None)
-    return not (asked or options.get("output_attentions") or getattr(config, "output_attentions", False))
+    return not eager_functions.weights_are_wanted(capture, options)
 
 
-def _candidate_calls(how: Implementation, arguments: _Arguments) -> Iterator[Call]:
+def _candidate_calls(how: Implementation, arguments: Arguments) -> Iterator[Call]:
     """The calls that a function may compute, the likeliest first: its masks read as they were built, then in other
     ways; each with sinks (if there are any) and without."""
     ways = {
@@ -260,7 +286,7 @@ def _candidate_calls(how: Implementation, arguments: _Arguments) -> Iterator[Cal
                 raise
 
 
-def _call_without_mask(capture: AttentionCapture, arguments: _Arguments) -> Call:
+def _call_without_mask(capture: AttentionCapture, arguments: Arguments) -> Call:
     """The call of transformers' own sdpa without a mask, whose arguments are checked once for all layers of a shape."""
     module, q, k, v, _, _, options = arguments
     causal = options.get("is_causal")
@@ -303,7 +329,9 @@ def _from_dense(
     elif attention_mask is not None:
         mask = attention_mask[..., : k.shape[2]]
         keep_dtype = mask.is_floating_point() or (masks == "sdpa" and mask.dtype is torch.bool)
-        visible = split_additive_mask(mask if keep_dtype else mask.to(q.dtype))
+        mask = mask if keep_dtype else mask.to(q.dtype)
+        band = band_of(mask) if mask.is_floating_point() else None
+        visible = split_additive_mask(mask) if band is None else {"mask": band, "bias": None}
     elif masks == "sdpa" and q.shape[2] > 1:
         causal = options.get("is_causal")
         if causal if causal is not None else getattr(module, "is_causal", True):

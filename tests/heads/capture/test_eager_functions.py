@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 
 import regard
 from regard.heads.capture import eager_functions
-from regard.heads.capture.sdpa import band_of
+from regard.heads.capture.sdpa import added_band
 from regard.masks import Causal, Window
 
 LAYERS = hf_models.LAYERS
@@ -286,7 +286,7 @@ def plane(n: int, size: int, low: float = float("-inf")) -> Tensor:
 def test_bands_are_known(size: int, low: float) -> None:
     mask = plane(7, size, low).expand(2, -1, -1, -1)
     expected = Causal() if size == 7 else Window(size)
-    assert repr(band_of(mask)) == repr(expected)
+    assert repr(added_band(mask)) == repr(expected)
 
 
 @pytest.mark.parametrize(
@@ -307,4 +307,4 @@ def test_bands_are_known(size: int, low: float) -> None:
     ids=["all", "ahead", "fewer keys", "fewer queries", "heads", "bias", "column", "two texts", "none", "one", "axes"],
 )
 def test_other_masks_are_no_bands(mask: Tensor) -> None:
-    assert band_of(mask) is None
+    assert added_band(mask) is None

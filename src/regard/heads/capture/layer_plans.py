@@ -26,7 +26,7 @@ from torch import get_num_threads as num_threads
 from regard.heads.capture.huggingface import number_of_observers
 from regard.heads.capture.module_stack import Frame
 from regard.heads.capture.observed import ObservedCall
-from regard.heads.capture.sdpa import band_of
+from regard.heads.capture.sdpa import added_band
 from regard.kernels import native_library, plans
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def transformers_key(
     visible = id(mask), 0 if mask is None or mask.is_inference() else mask._version  # (the plan keeps the mask alive)
     if mask is not None and mask.dtype is not torch.bool:
         with torch._C.DisableTorchFunction():
-            band = band_of(mask) if mask.shape[-1] == k.shape[2] else None
+            band = added_band(mask) if mask.shape[-1] == k.shape[2] else None
         if band is not None:
             visible = repr(band)
         elif mask.is_inference():

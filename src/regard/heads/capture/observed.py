@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 
 from regard.heads.capture.output_projection import Projection
 from regard.heads.capture.registry import GatherHeads
+from regard.heads.capture.sdpa import band_of
 from regard.kernels import Call
+from regard.masks import Mask
 
 __all__ = ["ObservedCall", "Subtracted", "with_uniform_weights"]
 
@@ -72,6 +75,17 @@ class ObservedCall:
         """(..., M, D): the keys (or values, of attention written by hand) by which a sequence is recognised."""
         return self.values if self.call is None else self.call.k
 
+    @cached_property
+    def visible(self) -> Tensor:
+        """(B, N, M): of weights that were built by hand, which pairs have any in one of the heads."""
+        assert self.weights is not None
+        return self.weights.amax(1) != 0
+
+    @cached_property
+    def band(self) -> Mask | None:
+        """The same as a mask without tensors, where it is one."""
+        return band_of(self.visible)
+
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """(B, H, N, M)"""
@@ -86,8 +100,7 @@ class ObservedCall:
 def with_uniform_weights(attention: ObservedCall) -> ObservedCall:
     """The same attention with one head, whose weights are equal on all visible keys: the uniform baseline."""
     if attention.call is None:
-        assert attention.weights is not None
-        visible = (attention.weights > 0).any(1, keepdim=True).float()
+        visible = attention.visible[:, None].float()
         return replace(attention, weights=visible / visible.sum(-1, keepdim=True).clamp(min=1))
     call = attention.call
     mask = call.mask

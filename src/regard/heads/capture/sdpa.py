@@ -14,7 +14,7 @@ from regard.attention import prepare
 from regard.kernels import Call
 from regard.masks import Causal, Keep, Mask, Window
 
-__all__ = ["MASKED", "band_of", "from_sdpa", "split_additive_biases", "split_additive_mask"]
+__all__ = ["MASKED", "added_band", "band_of", "from_sdpa", "split_additive_biases", "split_additive_mask"]
 
 MASKED = -9e3  # -1e4, -1e9, -inf and the lowest number are all in use to mask; no bias that matters is so low
 
@@ -37,21 +37,30 @@ def split_additive_mask(mask: Tensor) -> dict[str, Any]:
     return {"mask": None if visible.all() else Keep(visible), "bias": bias if bias.any() else None}
 
 
-def band_of(mask: Tensor) -> Mask | None:
-    """`Causal` or a causal `Window`, if a mask (B, 1, N, N) that is added to the scores is nothing else. They have no
-    tensors: they are known to be the same in the next layer, and kernels skip what they hide.
+def band_of(visible: Tensor) -> Mask | None:
+    """`Causal` or a causal `Window`, if booleans (B, N, N), True = may attend, are nothing else. They have no tensors:
+    they are known to be the same in the next layer, and kernels skip what they hide.
 
-    >>> band_of(torch.full((1, 1, 3, 3), float("-inf")).triu(1))
+    >>> band_of(torch.ones(1, 3, 3, dtype=torch.bool).tril())
     Causal()
     """
-    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != mask.shape[3] or mask.shape[3] < 2:
+    n = visible.shape[1]
+    if visible.shape[2] != n or n < 2:
         return None
-    visible = mask > MASKED
-    n, size = mask.shape[3], int(visible[:1, 0, -1].sum())
-    band = torch.ones(n, n, dtype=torch.bool, device=mask.device).tril().triu(1 - size)
-    if not size or not (visible == band).all() or mask.masked_fill(~band, 0.0).any():
+    size = int(visible[:1, -1].sum())
+    band = torch.ones(n, n, dtype=torch.bool, device=visible.device).tril().triu(1 - size)
+    if not size or not (visible == band).all():
         return None
     return Causal() if size == n else Window(size)
+
+
+def added_band(mask: Tensor) -> Mask | None:
+    """The same of a mask (B, 1, N, N) that is added to the scores, and adds nothing where it hides nothing."""
+    if mask.dim() != 4 or mask.shape[1] != 1:
+        return None
+    visible = mask > MASKED
+    band = band_of(visible[:, 0])
+    return None if band is None or mask.masked_fill(~visible, 0.0).any() else band
 
 
 def split_additive_biases(mask: Mask | None, bias: list[Tensor] | None, **options: Any) -> dict[str, Any]:

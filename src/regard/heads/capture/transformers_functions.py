@@ -26,7 +26,7 @@ from regard.heads.capture.flex import FlexMask
 from regard.heads.capture.huggingface import Implementation
 from regard.heads.capture.module_stack import Frame
 from regard.heads.capture.observed import ObservedCall
-from regard.heads.capture.sdpa import band_of, split_additive_mask
+from regard.heads.capture.sdpa import added_band, split_additive_mask
 from regard.kernels import Call, reference
 from regard.kernels.precision import fixed_precision
 from regard.masks import Causal, Mask
@@ -330,7 +330,7 @@ def _from_dense(
         mask = attention_mask[..., : k.shape[2]]
         keep_dtype = mask.is_floating_point() or (masks == "sdpa" and mask.dtype is torch.bool)
         mask = mask if keep_dtype else mask.to(q.dtype)
-        band = band_of(mask) if mask.is_floating_point() else None
+        band = added_band(mask) if mask.is_floating_point() else None
         visible = split_additive_mask(mask) if band is None else {"mask": band, "bias": None}
     elif masks == "sdpa" and q.shape[2] > 1:
         causal = options.get("is_causal")

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from regard.attention import measure_call, plane_of
 from regard.heads.capture.observed import ObservedCall
 from regard.heads.capture.output_projection import Projection
+from regard.heads.record.built_weights import call_of_weights, is_softmax
 from regard.heads.record.chunk_plane import known_of_padding, usable
 from regard.heads.record.cuts import STRIP, cut
 from regard.heads.record.signed_weights import Difference, measured_difference
@@ -181,6 +182,8 @@ def padding(attention: ObservedCall) -> Tensor | None:
         of_queries = visible[..., m - n :]  # the keys of the queries' own tokens
         if visible.shape[2] > 1:
             by_itself = visible.diagonal(m - n, 2, 3)[:, :, None]  # (1|B, 1|H, 1, N)
+            if by_itself.all():  # (as of most masks)
+                continue
             by_tokens = of_queries & by_itself.any(1, keepdim=True).mT  # by queries that see themselves
             of_queries = by_itself | by_tokens.any(2, keepdim=True)
         never_seen = ~of_queries.any(1)[:, 0]
@@ -194,8 +197,7 @@ def _padding_masks(attention: ObservedCall) -> Iterator[Tensor]:
     """The parts of a mask that padding can be found by: which pairs are visible, (1|B, 1|H, 1|N, M)."""
     call = attention.call
     if call is None:
-        assert attention.weights is not None
-        yield attention.weights != 0
+        yield attention.visible[:, None]
         return
     for part in call.mask_parts:
         if isinstance(part, (Causal, Window, Prefix, ChunkMask, Documents, Blocks, Tree)):
@@ -277,6 +279,12 @@ def measured(attention: ObservedCall, measures: list[Measure], plane: Plane) -> 
     able = [measure for measure in able if not measure.needs_out_weight and not measure.needs_scores]
     everything = (slice(0, batch), slice(0, heads), slice(0, n), [slice(0, m)])
     with fixed_precision(weights):
+        call = call_of_weights(weights, attention.band)
+        if call is not None:
+            survey = MeasureRun(able, plane)
+            _, lse = run_measured(call, survey, output=False)
+            if is_softmax(lse):
+                return survey.result()
         survey = MeasureRun(able, plane)
         survey.add(Strip(plane, *everything, weights=weights, mass=weights.sum(-1)))
     return survey.result()

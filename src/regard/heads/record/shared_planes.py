@@ -93,18 +93,24 @@ class SharedPlanes:
 
     def of(self, attention: ObservedCall) -> SharedPlane:
         """What is known of an attention and of those before it that agree with it."""
-        call = attention.call
-        if call is None:
-            return SharedPlane(attention, padding(attention))
+        call, weights = attention.call, attention.weights
         batch, _, n, m = attention.shape
-        tensors = (attention.ids, call.positions, call.key_positions, attention.numbers)
-        ids = tuple([None if x is None else x.data_ptr() for x in tensors])
-        key = (attention.forward, attention.kind, batch, n, m, call.q_start, call.dtype, ids, mask_key(call.mask))
+        if call is not None:
+            of_call = call.q_start, call.dtype, mask_key(call.mask), call.positions, call.key_positions
+        else:  # weights that were built by hand: what they hide has to be looked at
+            assert weights is not None
+            if attention.band is None and not attention.visible.all():
+                return SharedPlane(attention, padding(attention))
+            of_call = m - n, weights.dtype, mask_key(attention.band), None, None
+        start, dtype, mask, *positions = of_call
+        ids = tuple([None if x is None else x.data_ptr() for x in (attention.ids, *positions, attention.numbers)])
+        key = (attention.forward, attention.kind, batch, n, m, start, dtype, ids, mask, call is None)
         known = self._known.get(key)
         if known is None:
             if len(self._known) >= MOST:
                 self._known.clear()
-            known = self._known[key] = SharedPlane(attention, padding(attention))
+            alive = attention if call is not None else replace(attention, weights=None, values=None, output=None)
+            known = self._known[key] = SharedPlane(alive, padding(attention))
         return known
 
 

@@ -95,8 +95,7 @@ def _runs(attention: ObservedCall) -> tuple[Tensor, Tensor] | None:
         return None
     call = attention.call
     if call is None:
-        assert attention.weights is not None
-        return runs_of_pairs((attention.weights > 0).any(1))
+        return runs_of_pairs(attention.visible)
     mask = call.mask
     if mask is not None and not mask.shared_by_heads():
         mask = mask.part(call.whole(), slice(0, 1), 0)

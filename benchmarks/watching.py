@@ -1,8 +1,9 @@
 """What does `regard.watch` cost? A model that is watched beside the same model unwatched, and beside its eager maps.
 
-    python benchmarks/watching.py [--models bert minilm smollm2] [--lengths 16 128 512 2048 8192] [--seconds 8]
+    python benchmarks/watching.py [--models bert minilm gemma2] [--lengths 16 128 512 2048 8192] [--seconds 8]
 
-    blind     the model in evaluation mode, nobody looks; models of transformers with their sdpa attention
+    blind     the model in evaluation mode, nobody looks; models of transformers with their sdpa attention, if they have
+              one (Gemma 2 needs its eager one, GPT-J's is written by hand: up to 2,048 tokens)
     watched   `with regard.watch(model) as seen: model(ids)`, default measures, beginning and ending the watch included
     exact     the same with `exact=True`: the model's own attention function computes, and we look beside it
     roles     `seen.roles(atlas=False)` of the record alone, up to 2,048 tokens
@@ -61,6 +62,29 @@ def bert(implementation: str) -> nn.Module:
     torch.manual_seed(0)
     config = BertConfig(num_hidden_layers=LAYERS, max_position_embeddings=8192, attn_implementation=implementation)
     return BertModel(config, add_pooling_layer=False).eval()
+
+
+def gemma2(_: str) -> nn.Module:
+    """Gemma 2's code with BERT-base's sizes, 4 layers and random weights, in transformers: eager, which it needs for
+    its softcap."""
+    from transformers import Gemma2Config, Gemma2Model
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 768, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64}
+    config = Gemma2Config(
+        vocab_size=VOCABULARY, num_hidden_layers=LAYERS, intermediate_size=2048, sliding_window=512, **sizes
+    )
+    return Gemma2Model(config).eval()
+
+
+def gptj(_: str) -> nn.Module:
+    """GPT-J's code, whose attention is written by hand, with BERT-base's sizes, 4 layers and random weights."""
+    from transformers import GPTJConfig, GPTJModel
+
+    torch.manual_seed(0)
+    sizes = {"n_embd": 768, "n_head": 12, "n_layer": LAYERS, "n_positions": 2048, "rotary_dim": 32}
+    config = GPTJConfig(vocab_size=VOCABULARY, bos_token_id=1, eos_token_id=2, **sizes)
+    return GPTJModel(config).eval()
 
 
 def minilm(implementation: str) -> nn.Module:
@@ -122,7 +146,10 @@ MODELS: dict[str, tuple[str, Callable[[str], nn.Module]]] = {
     "minilm-regard": ("MiniLM, regard", minilm_regard),
     "smollm2": ("SmolLM2, transformers", smollm2),
     "smollm2-regard": ("SmolLM2, regard", smollm2_regard),
+    "gemma2": ("Gemma 2's code (eager), BERT-base sizes, 4 layers, transformers", gemma2),
+    "gptj": ("GPT-J's code (by hand), BERT-base sizes, 4 layers, transformers", gptj),
 }
+LONGEST = {"gemma2": 2048, "gptj": 2048}  # they build maps, watched or not
 
 
 def contestants(name: str, build: Callable[[str], nn.Module], ids: Tensor) -> dict[str, Callable[[], object]]:
@@ -140,7 +167,7 @@ def contestants(name: str, build: Callable[[str], nn.Module], ids: Tensor) -> di
         "watched": watched,
         "exact": functools.partial(watched, exact=True),
     }
-    if ids.shape[1] <= 2048:
+    if ids.shape[1] <= (512 if name == "gptj" else 2048):  # (of what is written by hand, weights are kept for roles)
         with regard.watch(model) as seen, torch.inference_mode():
             model(ids)
         runs["roles"] = functools.partial(seen.roles, atlas=False)
@@ -199,7 +226,7 @@ def main() -> None:
     print(machine() | {"keeps freed memory": keep_freed_memory()})
     rows: list[dict[str, Any]] = []
     for name in options.models:
-        for tokens in options.lengths:
+        for tokens in [n for n in options.lengths if n <= LONGEST.get(name, n)]:
             rows.append(measure(name, tokens, options.seconds))
             print(_line(rows[-1]), flush=True)
             if options.json:

@@ -55,7 +55,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 _SYSTEM = ("tests/browser/", "tests/distributed/", "tests/serve/")
 
 
+@pytest.hookimpl(tryfirst=True)  # (before tests are chosen by their marks)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        # Attention on tiles serves only who asks for it, and no CPU with tiles has run it: not in `make test`.
+        of_tiles = "tiles" in getattr(item, "fixturenames", ()) or "[amx" in item.name or "native amx" in item.name
+        if of_tiles or "-amx" in item.name:
+            item.add_marker(pytest.mark.slow)
     if not config.pluginmanager.hasplugin("rerunfailures"):
         return
     for item in items:

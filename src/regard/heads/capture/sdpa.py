@@ -45,11 +45,13 @@ def band_of(visible: Tensor) -> Mask | None:
     Causal()
     """
     n = visible.shape[1]
-    if visible.shape[2] != n or n < 2:
+    if visible.shape[2] != n or n < 2 or not visible.shape[0]:
         return None
-    size = int(visible[:1, -1].sum())
-    band = torch.ones(n, n, dtype=torch.bool, device=visible.device).tril().triu(1 - size)
-    if not size or not (visible == band).all():
+    first, size = (int(row.sum()) for row in (visible[0, 0], visible[0, -1]))
+    if first != 1 or not size:  # (as of most other masks)
+        return None
+    band = torch.ones(n, n, dtype=torch.bool, device=visible.device).tril_().triu_(1 - size)
+    if not (visible == band).all():
         return None
     return Causal() if size == n else Window(size)
 
@@ -58,9 +60,9 @@ def added_band(mask: Tensor) -> Mask | None:
     """The same of a mask (B, 1, N, N) that is added to the scores, and adds nothing where it hides nothing."""
     if mask.dim() != 4 or mask.shape[1] != 1:
         return None
-    visible = mask > MASKED
-    band = band_of(visible[:, 0])
-    return None if band is None or mask.masked_fill(~visible, 0.0).any() else band
+    nothing = mask[:, 0] == 0
+    band = band_of(nothing)
+    return band if band is not None and torch.equal(nothing, mask[:, 0] > MASKED) else None
 
 
 def split_additive_biases(mask: Mask | None, bias: list[Tensor] | None, **options: Any) -> dict[str, Any]:

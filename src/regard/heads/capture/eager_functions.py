@@ -135,7 +135,7 @@ def _trial(arguments: Arguments) -> Arguments:
     keys = queries if q.shape[2] == k.shape[2] else _KEYS
 
     def like(x: Tensor, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=numbers).to(x.device, x.dtype)
+        return torch.randn(shape, generator=numbers, device="cpu").to(x.device, x.dtype)
 
     def plane(x: Tensor) -> Tensor:  # with the same axes of size 1
         full = (_BATCH, q.shape[1], queries, keys)[4 - x.dim() :]
@@ -143,7 +143,7 @@ def _trial(arguments: Arguments) -> Arguments:
 
     if mask is not None:
         mask = plane(mask)
-        hidden = torch.rand(mask.shape, generator=numbers) < 0.3
+        hidden = torch.rand(mask.shape, generator=numbers, device="cpu") < 0.3
         hidden[..., :1] = False
         mask = mask.masked_fill(hidden.to(mask.device), torch.finfo(mask.dtype).min)
     if isinstance(bias := options.get("position_bias"), Tensor):

@@ -71,13 +71,14 @@ def machine() -> dict[str, object]:
 
 
 def cpu_name() -> str:
-    """The CPU's model, as the system names it; else its architecture."""
+    """The CPU's model, as the system names it, and its family where the name is that of many; else its architecture."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
     except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names and names[0] else platform.processor() or platform.machine()
+        first = ""
+    info = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    name = info.get("model name") or platform.processor() or platform.machine()
+    return f"{name} (family {info['cpu family']})" if "cpu family" in info else name
 
 
 def save(path: str, rows: list[dict[str, object]]) -> None:

@@ -32,7 +32,7 @@ from regard.models.config import ModelConfig
 from regard.models.decoder import Decoder
 from regard.models.generation import Rules, tokens
 from regard.onednn import packed
-from regard.projections import ACTIVATIONS, project, project_each
+from regard.projections import ACTIVATIONS, by_rows, project, project_each
 
 IN, OUT, ROWS = 59, 53, 101  # of a product that is worthwhile
 FOLLOWERS = [None, *ACTIVATIONS, "add", "times"]
@@ -1150,3 +1150,99 @@ def test_gradients_through_each() -> None:
         torch.cat(project_each(linears, x), -1).sum().backward()
     assert x.grad is not None
     torch.testing.assert_close(x.grad[0], sum(linear.weight.sum(0) for linear in linears))
+
+
+# ----------------------------------------------------------------------------------------------------
+# Some rows at a time
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if few rows were many."""
+    monkeypatch.setattr(regard.projections, "_GROUP", 5)
+    monkeypatch.setattr(regard.projections, "_BETWEEN", 0)
+
+
+class Through:
+    """W -> F -> W, and how many rows each call had."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.linears = (new(11, 17, dtype=dtype), new(17, 13, dtype=dtype))
+        self.rows: list[int] = []
+
+    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
+        self.rows.append(x.shape[:-1].numel())
+        up, down = self.linears
+        return project(down, project(up, x, activation="gelu"), add=add)
+
+
+@every_dtype
+@pytest.mark.parametrize("adding", [False, True], ids=["", "add"])
+@pytest.mark.usefixtures("large")
+@torch.no_grad()
+def test_groups_of_rows_give_what_all_rows_give(dtype: torch.dtype, adding: bool) -> None:
+    through = Through(dtype)
+    x = rows(2, 11, 7, dtype=dtype).mT  # strides that no group of rows has
+    add = rows(2, 7, 13, dtype=dtype, seed=3) if adding else None
+    out = by_rows(through, through.linears, x, add)
+    assert sorted(through.rows) == [4, 5, 5]
+    expected = through(x, add)
+    assert (out.shape, out.stride(), out.dtype) == (expected.shape, expected.stride(), dtype)
+    tolerance = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize(
+    "why", ["gradient", "hook", "mode", "subclass", "broadcast", "adapter", "dtype", "few", "trace"]
+)
+def test_all_rows_at_once_where_somebody_could_tell(why: str) -> None:
+    through, x, add = Through(), rows(2, 7, 11), rows(2, 7, 13, seed=3)
+    linears: tuple[nn.Module, ...] = through.linears
+    for linear in linears:
+        linear.requires_grad_(why == "gradient")
+    match why:
+        case "hook":
+            linears[0].register_forward_hook(lambda *_: None)
+        case "adapter":
+            through.linears = linears = (nn.Sequential(linears[0]), linears[1])  # type: ignore[assignment]
+        case "subclass":
+            x = x.as_subclass(Tagged)
+        case "broadcast":
+            add = add[0]
+        case "few":
+            x, add = x[:1, :5], add[:1, :5]
+    if why == "mode":
+        with Functions():
+            by_rows(through, linears, x, add)
+    elif why == "trace":
+        torch.jit.trace(lambda x: by_rows(through, linears, x), x, check_trace=False)  # type: ignore[attr-defined]
+    elif why == "dtype":
+        with pytest.raises(RuntimeError, match="dtype"):
+            by_rows(through, linears, x.double(), add)
+    else:
+        by_rows(through, linears, x, add)
+    assert set(through.rows) == {5 if why == "few" else 14}
+
+
+@pytest.mark.usefixtures("large")
+def test_no_rows_at_all() -> None:
+    through = Through()
+    with torch.no_grad():
+        assert by_rows(through, through.linears, rows(0, 7, 11), rows(0, 7, 13)).shape == (0, 7, 13)
+
+
+def test_what_lies_between_takes_no_memory_of_its_own() -> None:
+    """The inner tensor of all rows would be 64 MB."""
+    up, down = nn.Linear(8, 2048), nn.Linear(2048, 8)
+    x = torch.randn(1, 8192, 8)
+
+    def compute(x: Tensor, add: Tensor | None) -> Tensor:
+        inner = project(up, x)
+        sizes.append(inner.nbytes)
+        return project(down, inner)
+
+    sizes: list[int] = []
+    with torch.no_grad():
+        by_rows(compute, (up, down), x)
+    assert sizes == [8 << 20] * 8

@@ -10,6 +10,7 @@ large weights, and torch its gradients::
     project(linear, x, add=y)               linear(x) + y
     project(linear, x, times=y)             linear(x) * y
     project_each((a, b), x)                 a(x), b(x)
+    by_rows(compute, linears, x)            compute(x), made of these, for some rows at a time
 
 Everywhere else it is just these formulas in torch. The weights are used where they are: nothing is copied, except by
 `regard.onednn.packed`.
@@ -34,7 +35,7 @@ from regard.kernels.precision import mixed_precision
 from regard.onednn import PLAIN, active_copy, is_plain
 from regard.tracing import has_foreign_function_mode, in_torch_func
 
-__all__ = ["ACTIVATIONS", "project", "project_each", "uses_copies"]
+__all__ = ["ACTIVATIONS", "by_rows", "project", "project_each", "uses_copies"]
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -61,6 +62,8 @@ _ONEDNN = {
 # Below so many multiply-adds torch is as fast or faster; oneDNN also with few rows for a weight that is not large.
 _WORTHWHILE = 1 << 18
 _FEW_ROWS, _LARGE, _VERY_LARGE = 32, 1 << 20, 1 << 21
+# What lies between the products of many rows is made of groups of so many rows where it is larger than so many bytes.
+_GROUP, _BETWEEN = 1024, 16 << 20
 _FEWEST_ROWS = 4  # up to here oneDNN's product with a copy is faster than ours (bfloat16, AMD Zen 4)
 
 
@@ -129,6 +132,36 @@ def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...
     return _with_axes(out, x).split_with_sizes(copy.rows, -1)
 
 
+def by_rows(
+    compute: Callable[[Tensor, Tensor | None], Tensor],
+    linears: tuple[nn.Module, ...],
+    x: Tensor,
+    add: Tensor | None = None,
+) -> Tensor:
+    """`compute(x, add)`, which projects each row by itself. Of a large x it is computed for groups of rows, where
+    nothing can tell: what lies between the projections is then small enough for memory that was used just before.
+    As one tensor it takes new pages of memory for every call, and the time to make them.
+
+    Args:
+        compute: (B, N, in), (B, N, out) or None -> (B, N, out).
+        linears: what it projects by; the last one gives its result.
+        x, add: (B, N, in), (B, N, out).
+
+    >>> up, down, x = nn.Linear(3, 7), nn.Linear(7, 3), torch.randn(2, 5, 3)
+    >>> by_rows(lambda x, add: project(down, project(up, x, activation="gelu"), add=add), (up, down), x, add=x).shape
+    torch.Size([2, 5, 3])
+    """
+    groups = 1 if torch.compiler.is_compiling() or torch._C._is_tracing() else _groups(linears, x, add)
+    if groups == 1:
+        return compute(x, add)
+    x_rows, add_rows = (None if y is None else y.reshape(1, -1, y.shape[-1]).tensor_split(groups, 1) for y in (x, add))
+    out = x.new_empty(*x.shape[:-1], linears[-1].out_features)
+    parts = out.view(1, -1, out.shape[-1]).tensor_split(groups, 1)
+    for part, *given in zip(parts, x_rows, add_rows or groups * (None,), strict=True):
+        part.copy_(compute(*given))
+    return out
+
+
 def uses_copies(rows: int, dtype: torch.dtype) -> bool:
     """Whether products of so many rows use `onednn.packed` copies of weights.
 
@@ -141,6 +174,28 @@ def uses_copies(rows: int, dtype: torch.dtype) -> bool:
 def _learns(x: Tensor) -> bool:
     """Whether a gradient of x is wanted. (Asked first: other questions take time.)"""
     return torch.is_grad_enabled() and x.requires_grad
+
+
+def _groups(linears: tuple[nn.Module, ...], x: Tensor, add: Tensor | None) -> int:
+    """How many groups of rows to make."""
+    if type(x) not in PLAIN or x.dim() == 0:
+        return 1
+    rows = x.numel() // max(x.shape[-1], 1)
+    if rows <= _GROUP or not all(type(linear) is nn.Linear for linear in linears):
+        return 1
+    between = max(linear.out_features for linear in linears[:-1])
+    if rows * between * x.itemsize <= _BETWEEN or _is_observed():
+        return 1
+    outs = linears[-1].out_features
+    if add is not None and not (type(add) in PLAIN and add.shape == (*x.shape[:-1], outs)):
+        return 1
+    grad = torch.is_grad_enabled()
+    held = [x, *(() if add is None else (add,))]
+    for linear in linears:
+        if not _is_plain(linear):
+            return 1
+        held += [parameter for parameter in linear._parameters.values() if parameter is not None]
+    return -(-rows // _GROUP) if all(is_plain(tensor, x.dtype, grad) for tensor in held) else 1
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -318,14 +373,7 @@ def _mkl_is_fast() -> bool:
 def _weight_if_plain(linear: nn.Module, x: Tensor, other: Tensor | None, learning: bool = False) -> Tensor | None:
     """The weight if module and tensors are plain (no hooks or subclasses, nor gradients unless `learning`): another
     library may use it."""
-    if (
-        type(linear) is not nn.Linear
-        or linear._forward_hooks
-        or linear._forward_pre_hooks
-        or linear._backward_hooks
-        or linear._backward_pre_hooks
-        or "forward" in linear.__dict__
-    ):
+    if not _is_plain(linear):
         return None
     parameters = linear._parameters
     if "weight" not in parameters or "bias" not in parameters:  # plain tensors may stand in their place
@@ -346,6 +394,17 @@ def _weight_if_plain(linear: nn.Module, x: Tensor, other: Tensor | None, learnin
     if other is not None and not (is_plain(other, dtype, grad) and other.shape == (*x.shape[:-1], out)):
         return None
     return weight
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a module is an `nn.Linear` without hooks, whose forward is that of its class."""
+    return type(linear) is nn.Linear and not (
+        linear._forward_hooks
+        or linear._forward_pre_hooks
+        or linear._backward_hooks
+        or linear._backward_pre_hooks
+        or "forward" in linear.__dict__
+    )
 
 
 def _is_observed() -> bool:

@@ -237,6 +237,17 @@ def test_serves_what_the_other_libraries_have_no_instructions_for(monkeypatch: p
     assert not any(rows_served(dtype) for dtype in DTYPES)
 
 
+@pytest.mark.parametrize("cpu", ["GenuineIntel avx512_vp2intersect", "AuthenticAMD avx512_bf16", "", "Zen 5"])
+def test_more_rows_are_ours_on_zen_5(monkeypatch: pytest.MonkeyPatch, cpu: str) -> None:
+    info = cpu if cpu != "Zen 5" else "vendor_id: AuthenticAMD flags: avx512_bf16 avx512_vp2intersect"
+    monkeypatch.setattr(native_library, "_cpu_info", lambda: info)
+    monkeypatch.setattr(native_library, "instruction_set", 0)
+    monkeypatch.setattr(native_library, "load", lambda: Served("avx512_bf16"))
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    most = [native_products.rows_served.__wrapped__(dtype).stop - 1 for dtype in (torch.float32, torch.bfloat16)]
+    assert most == ([1024, 256] if cpu == "Zen 5" else [256, 128])
+
+
 class Served:
     """A library on a CPU with these instructions at best."""
 

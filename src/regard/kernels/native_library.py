@@ -235,6 +235,11 @@ def is_intel() -> bool:
     return "GenuineIntel" in _cpu_info()
 
 
+def is_zen5() -> bool:
+    """Whether the CPU is AMD's and 512 bits wide (Zen 5 and later), of which MKL uses half."""
+    return "AuthenticAMD" in _cpu_info() and "avx512_vp2intersect" in _cpu_info()
+
+
 # Compilers ask these and take the answer for a constant, instead of tracing into ctypes and files: this mark is
 # what `torch.compiler.assume_constant_result` sets, without its import of the compiler.
 for _constant in (why_not, has_amx, uses_tiles):

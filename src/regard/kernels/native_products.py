@@ -38,19 +38,24 @@ def rows_served(dtype: torch.dtype) -> range:
     if dtype is torch.float32:
         if torch.backends.cpu.get_cpu_capability() != "AVX512":
             return everything
-        return _FEW_ROWS if isa.startswith("avx512") else nothing
+        return _few_rows(dtype) if isa.startswith("avx512") else nothing
     if dtype is torch.bfloat16:
         if native_library.has_amx():
             return nothing
         if "avx512_bf16" in library.usable:
-            return _FEW_ROWS_BFLOAT16 if isa == "avx512_bf16" else nothing
+            return _few_rows(dtype) if isa == "avx512_bf16" else nothing
         return everything
     ask = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)
     return nothing if ask is None or ask() else everything
 
 
-# At 512 rows oneDNN takes 0.90 to 1.11 of our time in float32, at 256 rows 0.83 to 1.17 in bfloat16: docs/decisions.md.
-_FEW_ROWS, _FEW_ROWS_BFLOAT16 = range(1, 257), range(1, 129)
+def _few_rows(dtype: torch.dtype) -> range:
+    """For as many rows as ours take at most oneDNN's time (docs/decisions.md)."""
+    most = {torch.float32: 1024, torch.bfloat16: 256} if native_library.is_zen5() else _MOST_ROWS
+    return range(1, most[dtype] + 1)
+
+
+_MOST_ROWS = {torch.float32: 256, torch.bfloat16: 128}
 
 
 def _isa(library: native_library.Library) -> str:

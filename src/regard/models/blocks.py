@@ -20,7 +20,7 @@ from regard.layer import MultiHeadAttention
 from regard.models.config import ModelConfig
 from regard.norms import RMSNorm
 from regard.positions import RelativeBias, Rotary
-from regard.projections import ACTIVATIONS, project, project_each
+from regard.projections import ACTIVATIONS, by_rows, project, project_each
 
 __all__ = ["Block", "Embedding", "FeedForward", "new_norm", "read_together"]
 
@@ -90,6 +90,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor, add: Tensor | None = None) -> Tensor:
         """(B, N, W) -> (B, N, W); `add` is added to the result."""
+        linears = (self.up, self.down) if self.gate is None else (self.gate, self.up, self.down)
+        return by_rows(self._of_rows, linears, x, add)
+
+    def _of_rows(self, x: Tensor, add: Tensor | None) -> Tensor:
         if self.gate is None:
             inner = project(self.up, x, activation=self.activation)
         elif x.shape[1] > _FEW_TOKENS:

@@ -134,7 +134,7 @@ def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...
 
 def by_rows(
     compute: Callable[[Tensor, Tensor | None], Tensor],
-    linears: tuple[nn.Module, ...],
+    linears: tuple[nn.Linear, ...],
     x: Tensor,
     add: Tensor | None = None,
 ) -> Tensor:
@@ -154,11 +154,14 @@ def by_rows(
     groups = 1 if torch.compiler.is_compiling() or torch._C._is_tracing() else _groups(linears, x, add)
     if groups == 1:
         return compute(x, add)
-    x_rows, add_rows = (None if y is None else y.reshape(1, -1, y.shape[-1]).tensor_split(groups, 1) for y in (x, add))
+
+    def parts(of: Tensor) -> tuple[Tensor, ...]:
+        return of.reshape(1, -1, of.shape[-1]).tensor_split(groups, 1)
+
     out = x.new_empty(*x.shape[:-1], linears[-1].out_features)
-    parts = out.view(1, -1, out.shape[-1]).tensor_split(groups, 1)
-    for part, *given in zip(parts, x_rows, add_rows or groups * (None,), strict=True):
-        part.copy_(compute(*given))
+    added = groups * (None,) if add is None else parts(add)
+    for part, of_x, of_add in zip(parts(out), parts(x), added, strict=True):
+        part.copy_(compute(of_x, of_add))
     return out
 
 
@@ -176,26 +179,21 @@ def _learns(x: Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad
 
 
-def _groups(linears: tuple[nn.Module, ...], x: Tensor, add: Tensor | None) -> int:
+def _groups(linears: tuple[nn.Linear, ...], x: Tensor, add: Tensor | None) -> int:
     """How many groups of rows to make."""
     if type(x) not in PLAIN or x.dim() == 0:
         return 1
     rows = x.numel() // max(x.shape[-1], 1)
-    if rows <= _GROUP or not all(type(linear) is nn.Linear for linear in linears):
+    if rows <= _GROUP or not all(map(_is_plain, linears)):
         return 1
-    between = max(linear.out_features for linear in linears[:-1])
+    between = max([linear.out_features for linear in linears[:-1]])
     if rows * between * x.itemsize <= _BETWEEN or _is_observed():
         return 1
-    outs = linears[-1].out_features
-    if add is not None and not (type(add) in PLAIN and add.shape == (*x.shape[:-1], outs)):
+    if add is not None and not (type(add) in PLAIN and add.shape == (*x.shape[:-1], linears[-1].out_features)):
         return 1
+    held = [x, add, *[parameter for linear in linears for parameter in linear._parameters.values()]]
     grad = torch.is_grad_enabled()
-    held = [x, *(() if add is None else (add,))]
-    for linear in linears:
-        if not _is_plain(linear):
-            return 1
-        held += [parameter for parameter in linear._parameters.values() if parameter is not None]
-    return -(-rows // _GROUP) if all(is_plain(tensor, x.dtype, grad) for tensor in held) else 1
+    return -(-rows // _GROUP) if all(y is None or is_plain(y, x.dtype, grad) for y in held) else 1
 
 
 def _rows(x: Tensor) -> Tensor:

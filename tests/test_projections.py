@@ -1160,7 +1160,7 @@ def test_gradients_through_each() -> None:
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if few rows were many."""
     monkeypatch.setattr(regard.projections, "_GROUP", 5)
-    monkeypatch.setattr(regard.projections, "_BETWEEN", 0)
+    monkeypatch.setattr(regard.projections, "_BETWEEN", 700)
 
 
 class Through:
@@ -1171,7 +1171,7 @@ class Through:
         self.rows: list[int] = []
 
     def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        self.rows.append(x.shape[:-1].numel())
+        self.rows.append(0 if x.is_nested else x.shape[:-1].numel())
         up, down = self.linears
         return project(down, project(up, x, activation="gelu"), add=add)
 
@@ -1182,10 +1182,10 @@ class Through:
 @torch.no_grad()
 def test_groups_of_rows_give_what_all_rows_give(dtype: torch.dtype, adding: bool) -> None:
     through = Through(dtype)
-    x = rows(2, 11, 7, dtype=dtype).mT  # strides that no group of rows has
-    add = rows(2, 7, 13, dtype=dtype, seed=3) if adding else None
+    x = rows(2, 11, 11, dtype=dtype).mT  # strides that no group of rows has
+    add = rows(2, 11, 13, dtype=dtype, seed=3) if adding else None
     out = by_rows(through, through.linears, x, add)
-    assert sorted(through.rows) == [4, 5, 5]
+    assert sorted(through.rows) == [5, 5, 6, 6]
     expected = through(x, add)
     assert (out.shape, out.stride(), out.dtype) == (expected.shape, expected.stride(), dtype)
     tolerance = 4 * torch.finfo(dtype).eps
@@ -1194,9 +1194,10 @@ def test_groups_of_rows_give_what_all_rows_give(dtype: torch.dtype, adding: bool
 
 @pytest.mark.usefixtures("large")
 @pytest.mark.parametrize(
-    "why", ["gradient", "hook", "mode", "subclass", "broadcast", "adapter", "dtype", "few", "trace"]
+    "why",
+    ["gradient", "hook", "mode", "subclass", "broadcast", "adapter", "dtype", "few", "wide", "attribute", "trace"],
 )
-def test_all_rows_at_once_where_somebody_could_tell(why: str) -> None:
+def test_all_rows_at_once_where_somebody_could_tell_or_it_is_no_gain(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     through, x, add = Through(), rows(2, 7, 11), rows(2, 7, 13, seed=3)
     linears: tuple[nn.Module, ...] = through.linears
     for linear in linears:
@@ -1212,6 +1213,12 @@ def test_all_rows_at_once_where_somebody_could_tell(why: str) -> None:
             add = add[0]
         case "few":
             x, add = x[:1, :5], add[:1, :5]
+        case "wide":
+            monkeypatch.setattr(regard.projections, "_BETWEEN", 5 * 17 * 4 - 1)
+        case "attribute":
+            weight = linears[0].weight
+            del linears[0].weight
+            linears[0].weight = weight.clone().requires_grad_()
     if why == "mode":
         with Functions():
             by_rows(through, linears, x, add)
@@ -1232,7 +1239,30 @@ def test_no_rows_at_all() -> None:
         assert by_rows(through, through.linears, rows(0, 7, 11), rows(0, 7, 13)).shape == (0, 7, 13)
 
 
-def test_what_lies_between_takes_no_memory_of_its_own() -> None:
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("out", [0, 1, 5])
+@torch.no_grad()
+def test_the_weight_tells_how_wide_the_result_is(out: int) -> None:
+    through = Through()
+    down = through.linears[1]
+    down.weight, down.bias = nn.Parameter(down.weight[:out]), nn.Parameter(down.bias[:out])
+    x = rows(2, 7, 11)
+    received = by_rows(through, through.linears, x)
+    assert received.shape == (2, 7, out)
+    assert set(through.rows) == ({14} if out == 0 else {7})
+    torch.testing.assert_close(received, through(x))
+
+
+@pytest.mark.usefixtures("large")
+@torch.no_grad()
+def test_texts_of_several_lengths() -> None:
+    through = Through()
+    texts = [rows(length, 11) for length in (3, 23)]
+    out = by_rows(through, through.linears, torch.nested.nested_tensor(texts))
+    torch.testing.assert_close(out[1], through(texts[1]))
+
+
+def test_what_lies_between_is_never_larger_than_a_group() -> None:
     """The inner tensor of all rows would be 64 MB."""
     up, down = nn.Linear(8, 2048), nn.Linear(2048, 8)
     x = torch.randn(1, 8192, 8)
@@ -1245,4 +1275,4 @@ def test_what_lies_between_takes_no_memory_of_its_own() -> None:
     sizes: list[int] = []
     with torch.no_grad():
         by_rows(compute, (up, down), x)
-    assert sizes == [8 << 20] * 8
+    assert sizes == [16 << 20] * 4

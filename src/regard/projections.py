@@ -62,8 +62,9 @@ _ONEDNN = {
 # Below so many multiply-adds torch is as fast or faster; oneDNN also with few rows for a weight that is not large.
 _WORTHWHILE = 1 << 18
 _FEW_ROWS, _LARGE, _VERY_LARGE = 32, 1 << 20, 1 << 21
-# What lies between the products of many rows is made of groups of so many rows where it is larger than so many bytes.
-_GROUP, _BETWEEN = 1024, 16 << 20
+# A tensor between two products that is larger than so many bytes is made for at least so many rows at a time. (glibc
+# takes new pages for every tensor of more than 32 MB.)
+_BETWEEN, _GROUP = 32 << 20, 2048
 _FEWEST_ROWS = 4  # up to here oneDNN's product with a copy is faster than ours (bfloat16, AMD Zen 4)
 
 
@@ -144,21 +145,21 @@ def by_rows(
 
     Args:
         compute: (B, N, in), (B, N, out) or None -> (B, N, out).
-        linears: what it projects by; the last one gives its result.
+        linears: what it projects by, two or more; the last one gives its result, all others take rows of x.
         x, add: (B, N, in), (B, N, out).
 
     >>> up, down, x = nn.Linear(3, 7), nn.Linear(7, 3), torch.randn(2, 5, 3)
     >>> by_rows(lambda x, add: project(down, project(up, x, activation="gelu"), add=add), (up, down), x, add=x).shape
     torch.Size([2, 5, 3])
     """
-    groups = 1 if torch.compiler.is_compiling() or torch._C._is_tracing() else _groups(linears, x, add)
+    groups = _groups(linears, x, add)
     if groups == 1:
         return compute(x, add)
 
     def parts(of: Tensor) -> tuple[Tensor, ...]:
         return of.reshape(1, -1, of.shape[-1]).tensor_split(groups, 1)
 
-    out = x.new_empty(*x.shape[:-1], linears[-1].out_features)
+    out = x.new_empty(*x.shape[:-1], linears[-1].weight.shape[0])
     added = groups * (None,) if add is None else parts(add)
     for part, of_x, of_add in zip(parts(out), parts(x), added, strict=True):
         part.copy_(compute(of_x, of_add))
@@ -180,20 +181,24 @@ def _learns(x: Tensor) -> bool:
 
 
 def _groups(linears: tuple[nn.Linear, ...], x: Tensor, add: Tensor | None) -> int:
-    """How many groups of rows to make."""
-    if type(x) not in PLAIN or x.dim() == 0:
+    """How many groups of rows to make. Runs before every call: the cheapest checks come first."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or has_foreign_function_mode():
+        return 1  # (whom the questions below would trouble, too)
+    if type(x) not in PLAIN or x.is_nested or x.dim() == 0:
         return 1
     rows = x.numel() // max(x.shape[-1], 1)
-    if rows <= _GROUP or not all(map(_is_plain, linears)):
+    if rows < 2 * _GROUP or _is_observed():
         return 1
-    between = max([linear.out_features for linear in linears[:-1]])
-    if rows * between * x.itemsize <= _BETWEEN or _is_observed():
+    *inner, last = linears
+    weights = [_weight_if_fits(linear, x, None) for linear in inner]
+    weights.append(_weight_if_plain(last, x.dtype, torch.is_grad_enabled()))
+    widths = [0 if weight is None else weight.shape[0] for weight in weights]
+    a_row = max(widths[:-1]) * x.itemsize
+    if 0 in widths or rows * a_row <= _BETWEEN or _GROUP * a_row > _BETWEEN:
         return 1
-    if add is not None and not (type(add) in PLAIN and add.shape == (*x.shape[:-1], linears[-1].out_features)):
+    if add is not None and not _fits(add, x, widths[-1]):
         return 1
-    held = [x, add, *[parameter for linear in linears for parameter in linear._parameters.values()]]
-    grad = torch.is_grad_enabled()
-    return -(-rows // _GROUP) if all(y is None or is_plain(y, x.dtype, grad) for y in held) else 1
+    return rows // _GROUP
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -248,7 +253,7 @@ def _is_native(
     if x.is_neg() or (other is not None and other.is_neg()):
         return False
     for linear in linears:
-        weight, bias = _weight_if_plain(linear, x, other, learning), linear._parameters.get("bias")
+        weight, bias = _weight_if_fits(linear, x, other, learning), linear._parameters.get("bias")
         if weight is None or weight.stride(1) != 1 or weight.is_neg() or not weight.data_ptr():
             return False
         if bias is not None and (bias.is_neg() or not bias.data_ptr()):
@@ -324,7 +329,7 @@ def _is_plain_group(linears: tuple[nn.Module, ...], x: Tensor, copy: onednn.Copy
     """Whether oneDNN may multiply x by the weights of all of them at once, from their copy."""
     if type(x) not in PLAIN or not x.numel() or not torch._C._get_mkldnn_enabled() or _is_observed():
         return False
-    weights = [_weight_if_plain(linear, x, None) for linear in linears]
+    weights = [_weight_if_fits(linear, x, None) for linear in linears]
     without_bias = {linear._parameters.get("bias") is None for linear in linears}
     return len(without_bias) == 1 and copy.is_of(weights)
 
@@ -341,7 +346,7 @@ def _weight_for_onednn(linear: nn.Module, x: Tensor, other: Tensor | None) -> Te
     copy = active_copy((linear,))
     if copy is None and _is_for_mkl(x, linear.out_features, linear.in_features):  # most products are
         return None
-    weight = None if _is_observed() else _weight_if_plain(linear, x, other)
+    weight = None if _is_observed() else _weight_if_fits(linear, x, other)
     if weight is None:
         return None
     if copy is not None and copy.is_of([weight]):
@@ -368,41 +373,41 @@ def _mkl_is_fast() -> bool:
 # What must not be noticed
 
 
-def _weight_if_plain(linear: nn.Module, x: Tensor, other: Tensor | None, learning: bool = False) -> Tensor | None:
-    """The weight if module and tensors are plain (no hooks or subclasses, nor gradients unless `learning`): another
-    library may use it."""
-    if not _is_plain(linear):
+def _weight_if_fits(linear: nn.Module, x: Tensor, other: Tensor | None, learning: bool = False) -> Tensor | None:
+    """The weight if module and tensors are plain (no hooks or subclasses, nor gradients unless `learning`) and fit each
+    other: another library may use it."""
+    grad = torch.is_grad_enabled() and not learning
+    weight = _weight_if_plain(linear, x.dtype, grad)
+    if weight is None or not is_plain(x, weight.dtype, grad) or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
+        return None
+    return weight if other is None or _fits(other, x, weight.shape[0], learning) else None
+
+
+def _fits(other: Tensor, x: Tensor, out: int, learning: bool = False) -> bool:
+    """Whether a tensor is plain and may be added to a result of x (or multiplied with it) in place."""
+    return is_plain(other, x.dtype, torch.is_grad_enabled() and not learning) and other.shape == (*x.shape[:-1], out)
+
+
+def _weight_if_plain(linear: nn.Module, dtype: torch.dtype, grad: bool) -> Tensor | None:
+    """The weight (out, in) of an `nn.Linear` without hooks, whose forward is that of its class, if weight and bias are
+    plain, too, and fit each other."""
+    if (
+        type(linear) is not nn.Linear
+        or linear._forward_hooks
+        or linear._forward_pre_hooks
+        or linear._backward_hooks
+        or linear._backward_pre_hooks
+        or "forward" in linear.__dict__
+    ):
         return None
     parameters = linear._parameters
     if "weight" not in parameters or "bias" not in parameters:  # plain tensors may stand in their place
         return None
     weight, bias = parameters["weight"], parameters["bias"]
-    if weight is None or type(weight) not in PLAIN:
+    if weight is None or not is_plain(weight, dtype, grad) or weight.dim() != 2:
         return None
-    dtype, grad = weight.dtype, torch.is_grad_enabled() and not learning
-    if not (is_plain(x, dtype, grad) and is_plain(weight, dtype, grad)):
-        return None
-    if bias is not None and not (is_plain(bias, dtype, grad) and bias.dim() == 1 and bias.is_contiguous()):
-        return None
-    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
-        return None
-    out = weight.shape[0]
-    if bias is not None and bias.shape[0] != out:
-        return None
-    if other is not None and not (is_plain(other, dtype, grad) and other.shape == (*x.shape[:-1], out)):
-        return None
-    return weight
-
-
-def _is_plain(linear: nn.Module) -> bool:
-    """Whether a module is an `nn.Linear` without hooks, whose forward is that of its class."""
-    return type(linear) is nn.Linear and not (
-        linear._forward_hooks
-        or linear._forward_pre_hooks
-        or linear._backward_hooks
-        or linear._backward_pre_hooks
-        or "forward" in linear.__dict__
-    )
+    fits = bias is None or (is_plain(bias, dtype, grad) and bias.shape == weight.shape[:1] and bias.is_contiguous())
+    return weight if fits else None
 
 
 def _is_observed() -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from heads import hf_models
 from heads.hf_models import TOKENS, ZOO
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.bert import modeling_bert
 from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
@@ -53,8 +56,14 @@ def function(home: Any, calls: list[int], change: Change = lambda module, x, wha
         weights = change(module, scores.softmax(-1)[..., : key.shape[2]], "weights")
         return change(module, (weights @ value).transpose(1, 2).contiguous(), "output"), weights
 
-    eager.__module__ = home.__name__
-    return eager
+    return at_home(eager, home)
+
+
+def at_home(f: Any, home: Any) -> Callable[..., Any]:
+    """The same function as if it stood in this module."""
+    there = FunctionType(f.__code__, f.__globals__ | {"__name__": home.__name__}, None, f.__defaults__, f.__closure__)
+    there.__kwdefaults__ = f.__kwdefaults__
+    return there
 
 
 def run(model: nn.Module, given: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor, regard.heads.Record]:
@@ -119,8 +128,7 @@ def test_one_that_hides_nothing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
     ) -> Any:
         return does(module, query, key, value, None, scaling)
 
-    eager.__module__ = modeling_llama.__name__
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", eager)
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", at_home(eager, modeling_llama))
     before, during, _ = run(model, given)
     assert sorted(set(calls)) == [5, TOKENS]  # it was tried
     assert calls.count(TOKENS) == 2 * LAYERS
@@ -153,8 +161,7 @@ def test_sinks_that_a_function_ignores(monkeypatch: pytest.MonkeyPatch) -> None:
     ) -> Any:
         return does(nn.Module(), query, key, value, attention_mask, scaling)
 
-    eager.__module__ = modeling_gpt_oss.__name__
-    monkeypatch.setattr(modeling_gpt_oss, "eager_attention_forward", eager)
+    monkeypatch.setattr(modeling_gpt_oss, "eager_attention_forward", at_home(eager, modeling_gpt_oss))
     before, during, _ = run(model, given)
     assert calls.count(TOKENS) == 2 * LAYERS
     assert torch.equal(before, during)
@@ -182,7 +189,68 @@ def _by_a_hook(model: Any, given: dict[str, Any]) -> Any:
     return found
 
 
-@pytest.mark.parametrize("ask", [_by_argument, _by_configuration, _by_a_hook])
+def _by_a_global_hook(model: Any, given: dict[str, Any]) -> Any:
+    found: list[Any] = []
+    attends = [module for name, module in model.named_modules() if name.endswith("self_attn")]
+    handle = register_module_forward_hook(lambda module, args, out: found.append(out[1]) if module in attends else None)
+    try:
+        model(**given)
+    finally:
+        handle.remove()
+    return found
+
+
+def _by_a_forward_in_its_place(model: Any, given: dict[str, Any]) -> Any:
+    found: list[Any] = []
+    attends = [module for name, module in model.named_modules() if name.endswith("self_attn")]
+
+    def forward(*args: Any, own: Callable[..., Any], **kwargs: Any) -> Any:
+        out = own(*args, **kwargs)
+        found.append(out[1])
+        return out
+
+    for module in attends:
+        module.forward = functools.partial(forward, own=module.forward)
+    try:
+        model(**given)
+    finally:
+        for module in attends:
+            del module.forward
+    return found
+
+
+def _by_a_layer_of_ones_own(model: Any, given: dict[str, Any]) -> Any:
+    found: list[Any] = []
+    layers = [module for name, module in model.named_modules() if name.endswith("self_attn")]
+    kind = type(layers[0])
+
+    class Mine(kind):  # type: ignore[misc, valid-type]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out = super().forward(*args, **kwargs)
+            found.append(out[1])
+            return out
+
+    for layer in layers:
+        layer.__class__ = Mine
+    try:
+        model(**given)
+    finally:
+        for layer in layers:
+            layer.__class__ = kind
+    return found
+
+
+ASK = [
+    _by_argument,
+    _by_configuration,
+    _by_a_hook,
+    _by_a_global_hook,
+    _by_a_forward_in_its_place,
+    _by_a_layer_of_ones_own,
+]
+
+
+@pytest.mark.parametrize("ask", ASK)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_who_asks_for_the_weights_gets_them(family: str, ask: Callable[..., Any]) -> None:
     model, given = hf_models.model(family, "eager"), hf_models.inputs(family)
@@ -203,6 +271,35 @@ def test_gradients_and_dropout_are_the_models_own(monkeypatch: pytest.MonkeyPatc
     assert calls == [TOKENS] * LAYERS
 
 
+def test_gradients_of_sinks_alone() -> None:
+    def gradients(model: nn.Module) -> list[Tensor]:
+        sinks = [x for name, x in model.named_parameters() if name.endswith("sinks")]
+        return list(torch.autograd.grad(model(**given)[0].sum(), sinks))
+
+    model, given = hf_models._fresh("gpt_oss", "eager"), hf_models.inputs("gpt_oss")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("sinks"))
+    right = gradients(model)
+    with torch.no_grad(), regard.watch(model):  # (which leaves what is known of the layers)
+        model(**given)
+        model(**given)
+    with regard.watch(model):
+        received = gradients(model)
+    assert all(map(torch.equal, received, right))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_gradients_of_a_mask_that_is_added(implementation: str) -> None:
+    model, given = hf_models._fresh("llama", implementation).float().requires_grad_(False), hf_models.inputs("llama")
+    hidden = torch.ones(1, 1, TOKENS, TOKENS).triu(1).bool()
+    mask = torch.zeros(1, 1, TOKENS, TOKENS).masked_fill(hidden, -1e9).to(next(model.parameters()).dtype)
+    with regard.watch(model):
+        for _ in range(3):
+            model(input_ids=given["input_ids"], attention_mask=mask)
+        learned = mask.clone().requires_grad_()
+        assert model(input_ids=given["input_ids"], attention_mask=learned)[0].requires_grad
+
+
 def test_a_model_that_knows_no_other_function_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may do more with the weights than hand them out."""
     for name in ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn"):
@@ -214,12 +311,73 @@ def test_a_model_that_knows_no_other_function_keeps_its_own(monkeypatch: pytest.
 def test_functions_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     model, given = hf_models.model("llama", "eager"), hf_models.inputs("llama")
-    mine = function(modeling_llama, calls)
-    mine.__module__ = __name__
+    theirs = function(modeling_llama, calls)
+
+    @functools.wraps(theirs)
+    def mine(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **kwargs: Any
+    ) -> Any:
+        return theirs(module, query, key, value, attention_mask, scaling)
+
+    mine.__module__ = modeling_llama.__name__
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", mine)
     before, during, _ = run(model, given)
     assert calls == [TOKENS] * 2 * LAYERS
     assert torch.equal(before, during)
+
+
+def test_texts_of_other_lengths_are_no_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    model, given = hf_models.model("llama", "eager"), hf_models.inputs("llama")
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", function(modeling_llama, calls))
+    for tokens in range(3, TOKENS):
+        run(model, {"input_ids": given["input_ids"][:, :tokens]})
+    assert len(calls) == LAYERS * (TOKENS - 3 + 1)  # as often unwatched, and one trial
+    with torch.no_grad(), regard.watch(model):
+        model.generate(given["input_ids"], max_new_tokens=5, do_sample=False)
+    assert len(calls) == LAYERS * (TOKENS - 3 + 2)  # a trial of single queries
+
+
+def test_a_small_difference_is_seen_in_16_bits_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    model, given = hf_models._fresh("llama", "eager").to(torch.bfloat16), hf_models.inputs("llama")
+    sharper = function(modeling_llama, calls, lambda module, x, what: x * 1.01 if what == "scores" else x)
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", sharper)
+    before, during, _ = run(model, given)
+    assert calls.count(TOKENS) == 2 * LAYERS
+    assert torch.equal(before, during)
+
+
+def test_heads_that_are_merged_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    model, given = hf_models.model("llama", "eager"), hf_models.inputs("llama")
+    merge = function(modeling_llama, calls, lambda module, x, what: x.flatten(2) if what == "output" else x)
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", merge)
+    before, during, _ = run(model, given)
+    assert calls.count(TOKENS) == 2 * LAYERS
+    assert torch.equal(before, during)
+
+
+def test_keys_that_a_function_cuts_off_and_keys_that_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask with more keys than there are."""
+    calls: list[int] = []
+    model, given = hf_models.model("llama", "eager"), hf_models.inputs("llama")
+    does = function(modeling_llama, calls)
+
+    def cuts(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **kwargs: Any
+    ) -> Any:
+        return does(module, query, key, value, attention_mask[..., : key.shape[2]], scaling)
+
+    wide = torch.zeros(1, 1, TOKENS, TOKENS + 3).masked_fill(torch.ones(TOKENS, TOKENS + 3).triu(1).bool(), -1e9)
+    given = {"input_ids": given["input_ids"], "attention_mask": wide.to(next(model.parameters()).dtype)}
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", at_home(cuts, modeling_llama))
+    before, during, _ = run(model, given)
+    assert calls.count(TOKENS) == LAYERS
+    torch.testing.assert_close(during, before, rtol=1e-5, atol=1e-5)
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", does)
+    with pytest.raises(RuntimeError, match="must match"), torch.no_grad(), regard.watch(model):
+        model(**given)
 
 
 def test_trials_draw_no_random_numbers_of_the_model() -> None:
@@ -305,6 +463,7 @@ def test_bands_are_known(size: int, low: float) -> None:
         torch.full((1, 1, 7, 7), float("-inf")),
         torch.zeros(1, 1, 1, 1),
         torch.zeros(7, 7),
+        plane(7, 7, float("nan")),
     ],
     ids=[
         "all",
@@ -320,6 +479,7 @@ def test_bands_are_known(size: int, low: float) -> None:
         "none",
         "one",
         "axes",
+        "not a number",
     ],
 )
 def test_other_masks_are_no_bands(mask: Tensor) -> None:

@@ -148,6 +148,18 @@ def test_rows_that_see_nothing(calls: list[bool], monkeypatch: pytest.MonkeyPatc
     assert calls == [True]
 
 
+def test_rows_of_nan_see_nothing() -> None:
+    """Those of queries that may see nothing; and in the next layer all, for 0 x NaN is NaN."""
+    torch.manual_seed(0)
+    sees = CAUSAL.clone()
+    sees[:, :, 3:5] = False
+    seen = look(Layers(Hand(added(sees)), Hand(added(sees))).eval())
+    first, second = (seen[layer].uniform.last()["entropy"] for layer in range(2))
+    assert (first[..., 3:5] == 0).all()
+    assert (first[..., 5:] > 0).all()
+    assert (second[..., 3:] == 0).all()
+
+
 def test_layers_share_only_where_they_hide_the_same() -> None:
     torch.manual_seed(0)
     order = ["causal", "window", "causal", "all", "padding", "all", "window", "holes"]

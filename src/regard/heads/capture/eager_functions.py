@@ -21,19 +21,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils.weak import WeakIdRef
 
 from regard.heads.capture.model_tree import has_foreign_hooks
 
 if TYPE_CHECKING:
     from regard.heads.capture.capture import AttentionCapture
+    from regard.heads.capture.module_stack import Frame
     from regard.heads.capture.transformers_functions import Arguments
 
-__all__ = ["agrees", "is_known", "may_be_tried", "weights_are_wanted"]
+__all__ = ["agrees", "may_be_tried", "weights_are_wanted"]
 
+_HOME = "transformers.models."
 _PLAIN = (bool, int, float, str, type(None))
-_TENSORS = ("position_bias", "s_aux")  # options that are known
+_TENSORS = ("position_bias", "s_aux")  # options that may be tensors: what they do is known
+_READ_BY_US = ("scaling", "softcap", *_TENSORS)  # whether the function reads them or not
 _QUERIES, _KEYS, _BATCH = 5, 7, 2  # of a trial
 _SPREAD = 10.0  # of its scores: so large that a softcap shows
+_TOLERANCE = 1e-4
 
 _FOUND: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, bool]] = weakref.WeakKeyDictionary()
 
@@ -51,29 +57,18 @@ def weights_are_wanted(capture: AttentionCapture, options: dict[str, Any]) -> bo
 def may_be_tried(capture: AttentionCapture, function: Any, arguments: Arguments) -> bool:
     """Whether a function is a model's own, of transformers, for which others can stand in, and nobody reads the weights
     that it returns."""
-    module, options = arguments.module, arguments.options
-    if not isinstance(function, FunctionType) or not function.__module__.startswith("transformers.models."):
+    # (A wrapper has the globals of its author, and by `functools.wraps` the `__module__` of what it wraps.)
+    if not isinstance(function, FunctionType) or not str(function.__globals__.get("__name__")).startswith(_HOME):
         return False
-    if not type(module).__module__.startswith("transformers.models.") or arguments.more:
+    if arguments.more or not (arguments.mask is None or _is_added(arguments.mask)):
         return False
-    if arguments.mask is not None and not (isinstance(arguments.mask, Tensor) and arguments.mask.is_floating_point()):
-        return False  # (a boolean one would be added, too)
-    named = _options_read(function.__code__)
-    read = options if named is None else {name: x for name, x in options.items() if name in named}
+    read = _options(function, arguments)
     if not all(type(x) in _PLAIN or (name in _TENSORS and isinstance(x, Tensor)) for name, x in read.items()):
         return False
-    if weights_are_wanted(capture, options) or any(has_foreign_hooks(f.module.__dict__) for f in capture.frames.stack):
-        return False
-    return _has_other_functions(capture)
+    return _can_do_without_weights(capture.frames.stack) and not weights_are_wanted(capture, arguments.options)
 
 
-def is_known(function: Any, arguments: Arguments) -> bool:
-    """Whether a trial has found that it agrees."""
-    found = _FOUND.get(arguments.module)
-    return found is not None and found.get(_key(function, arguments), False)
-
-
-def agrees(function: Callable[..., Any], arguments: Arguments, error: Callable[[Arguments, Tensor], float]) -> bool:
+def agrees(function: FunctionType, arguments: Arguments, error: Callable[[Arguments, Tensor], float]) -> bool:
     """Whether a function computes what its arguments say, found by a trial. `error`: how far an output (B, N, H, E) is
     from that, relative to the largest value."""
     found = _FOUND.setdefault(arguments.module, {})
@@ -83,14 +78,30 @@ def agrees(function: Callable[..., Any], arguments: Arguments, error: Callable[[
     return found[key]
 
 
-def _has_other_functions(capture: AttentionCapture) -> bool:
-    """Whether the model can do without weights: it knows sdpa, flash or flex attention, too, which return none."""
-    names = ("_supports_sdpa", "_supports_flash_attn", "_supports_flex_attn")
-    for frame in reversed(capture.frames.stack):
-        known = [getattr(type(frame.module), name, None) for name in names]
-        if known != [None] * len(names):
+def _is_added(mask: Any) -> bool:
+    """(A boolean one would be added, too.)"""
+    return isinstance(mask, Tensor) and mask.is_floating_point()
+
+
+def _can_do_without_weights(stack: list[Frame]) -> bool:
+    """Whether all that runs around an attention takes None for its weights: the model knows sdpa, flash or flex
+    attention, too, which return none; what is between the two is transformers' own; and no hook is given them."""
+    if torch_module._has_any_global_hook() or any(has_foreign_hooks(frame.module.__dict__) for frame in stack):
+        return False
+    for frame in reversed(stack):
+        kind = type(frame.module)
+        if not kind.__module__.startswith(_HOME) or "forward" in frame.module.__dict__:
+            return False
+        known = [getattr(kind, f"_supports_{name}", None) for name in ("sdpa", "flash_attn", "flex_attn")]
+        if known != [None] * len(known):
             return any(known)
     return False
+
+
+def _options(function: FunctionType, arguments: Arguments) -> dict[str, Any]:
+    """The options that a function may read, or that say what it computes."""
+    named = _options_read(function.__code__)
+    return {name: x for name, x in arguments.options.items() if named is None or name in named or name in _READ_BY_US}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -104,41 +115,47 @@ def _options_read(code: CodeType) -> frozenset[str] | None:
     return None if takes_more and (reads or more in code.co_cellvars) else frozenset(named)
 
 
-def _key(function: Any, arguments: Arguments) -> Hashable:
+def _key(function: FunctionType, arguments: Arguments) -> Hashable:
     """What the result of a trial depends on."""
-    module, q, k, v, mask, _, options = arguments
+    module, q, k, v, mask, *_ = arguments
+
+    def kind(x: Any) -> Hashable:
+        return (x.dtype, *map((1).__eq__, x.shape)) if isinstance(x, Tensor) else x
+
     own = [x for x in (*module._parameters.values(), *module._buffers.values()) if x is not None]
-    states = tuple([(id(x), None if x.is_inference() else x._version) for x in own])
-    plain = tuple([(name, x if type(x) in _PLAIN else getattr(x, "shape", None)) for name, x in options.items()])
+    states = tuple([(WeakIdRef(x), None if x.is_inference() else x._version) for x in own])
+    options = tuple([(name, kind(x)) for name, x in _options(function, arguments).items()])
     sizes = q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.shape[2] == k.shape[2], q.shape[2] == 1
-    kinds = q.dtype, k.dtype, v.dtype, q.device, module.training, None if mask is None else (mask.dtype, mask.shape)
-    return function, sizes, kinds, plain, states
+    wide = mask is not None and mask.shape[-1] > k.shape[2]
+    return function, sizes, q.dtype, k.dtype, v.dtype, q.device, module.training, kind(mask), wide, options, states
 
 
-def _try(function: Callable[..., Any], arguments: Arguments, error: Callable[[Arguments, Tensor], float]) -> bool:
+def _try(function: FunctionType, arguments: Arguments, error: Callable[[Arguments, Tensor], float]) -> bool:
     """Compare a function with its arguments on a few tokens."""
-    trial = _trial(arguments)
     try:
+        trial = _trial(arguments)
         out, *_ = trial.run(function)
-        close = error(trial, out)
+        batch, heads, queries, _ = trial.query.shape
+        if out.shape != (batch, queries, heads, trial.value.shape[3]) or out.dtype != trial.query.dtype:
+            return False
+        return error(trial, out) <= _TOLERANCE
     except Exception:  # it needs more than these arguments, or they say nothing that could be compared
         return False
-    half = trial.query.dtype in (torch.float16, torch.bfloat16) or trial.query.device.type != "cpu"
-    return close <= (5e-2 if half else 1e-4)  # (a GPU may multiply in TF32)
 
 
 def _trial(arguments: Arguments) -> Arguments:
-    """The same call for a few random tokens."""
+    """The same call for a few random tokens, at least in float32: the rounding of 16 bits would hide a difference."""
     _, q, k, v, mask, _, options = arguments
     numbers = torch.Generator().manual_seed(0)
     queries = 1 if q.shape[2] == 1 else _QUERIES
     keys = queries if q.shape[2] == k.shape[2] else _KEYS
 
     def like(x: Tensor, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=numbers, device="cpu").to(x.device, x.dtype)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return torch.randn(shape, generator=numbers, device="cpu").to(x.device, dtype)
 
-    def plane(x: Tensor) -> Tensor:  # with the same axes of size 1
-        full = (_BATCH, q.shape[1], queries, keys)[4 - x.dim() :]
+    def plane(x: Tensor) -> Tensor:  # with the same axes of size 1, and more keys where there are more
+        full = (_BATCH, q.shape[1], queries, keys + (x.shape[-1] > k.shape[2]))[4 - x.dim() :]
         return like(x, *(1 if size == 1 else new for size, new in zip(x.shape, full, strict=True)))
 
     if mask is not None:

@@ -59,7 +59,11 @@ def transformers_key(
     scale, softcap = given("scaling"), given("softcap")
     if (scale is not None and type(scale) is not float) or (softcap is not None and type(softcap) is not float):
         return None
-    if given("s_aux") is not None if eager else softcap is not None:  # (sdpa ignores sinks, and refuses a softcap)
+    if eager and given("s_aux") is not None:
+        return None
+    if softcap is not None and not eager:  # (sdpa refuses it, and ignores sinks)
+        return None
+    if mask is not None and mask.requires_grad and is_grad_enabled():
         return None
     visible = id(mask), 0 if mask is None or mask.is_inference() else mask._version  # (the plan keeps the mask alive)
     if mask is not None and mask.dtype is not torch.bool:

@@ -77,9 +77,9 @@ class ObservedCall:
 
     @cached_property
     def visible(self) -> Tensor:
-        """(B, N, M): of weights that were built by hand, which pairs have any in one of the heads."""
+        """(B, N, M): of weights that were built by hand, which pairs have any in one of the heads. (NaN is none.)"""
         assert self.weights is not None
-        return self.weights.amax(1) != 0
+        return self.weights.amax(1) > 0
 
     @cached_property
     def band(self) -> Mask | None:

@@ -62,7 +62,7 @@ def added_band(mask: Tensor) -> Mask | None:
         return None
     nothing = mask[:, 0] == 0
     band = band_of(nothing)
-    return band if band is not None and torch.equal(nothing, mask[:, 0] > MASKED) else None
+    return band if band is not None and torch.equal(nothing, ~(mask[:, 0] <= MASKED)) else None  # (NaN is neither)
 
 
 def split_additive_biases(mask: Mask | None, bias: list[Tensor] | None, **options: Any) -> dict[str, Any]:

@@ -88,30 +88,33 @@ def capture_function(
     kwargs: dict[str, Any],
 ) -> Any:
     """Compute the attention of a module of transformers, and report it."""
-    key = None
     frame = capture.frames.current(module) if capture.closed.is_running else None
-    if frame is not None and (how.trusted or _is_known_eager(capture, compute, how, module, args, kwargs)):
+    arguments = one_pass = key = None
+    if not how.trusted:  # (of transformers' own sdpa they are looked at only if there is no plan)
+        arguments = Arguments.of(module, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            one_pass = _may_compute(capture, compute, how, arguments)
+    if frame is not None and (how.trusted or one_pass):
         key = layer_plans.transformers_key(capture, frame, args, kwargs, eager=not how.trusted)
         heads = layer_plans.by_plan(capture, frame, key, *args[:3])
         if heads is not None:
             return heads.transpose(1, 2).contiguous(), None
-    return _described(capture, compute, how, module, args, kwargs, key)
+    return _described(capture, compute, how, arguments or Arguments.of(module, args, kwargs), key, one_pass)
 
 
 def _described(
     capture: AttentionCapture,
     compute: Any,
     how: Implementation,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    arguments: Arguments,
     key: Hashable | None,
+    one_pass: bool | None,
 ) -> Any:
-    """The same for a layer that is like none before. `key`: of its plan."""
+    """The same for a layer that is like none before. `key`: of its plan. `one_pass`: what `_may_compute` said."""
     with torch._C.DisableTorchFunction():
-        arguments = Arguments.of(module, args, kwargs)
         arguments.check(how)
-        one_pass = _may_compute(capture, how, arguments, compute)
+        if one_pass is None:
+            one_pass = _may_compute(capture, compute, how, arguments)
         candidates = _candidate_calls(how, arguments)
         if one_pass and how.trusted and arguments.mask is None:  # (nobody wants gradients)
             call = _call_without_mask(capture, arguments)
@@ -132,7 +135,7 @@ def _described(
         compute, certain = large_calls.eager_function(call), True
     with _inside_attention(capture):
         result = arguments.run(compute)
-    frame = capture.frames.current(module)
+    frame = capture.frames.current(arguments.module)
     assert frame is not None
     query = arguments.query
     capture.streams.hand_on((query,), result)
@@ -211,36 +214,26 @@ def _inside_attention(capture: AttentionCapture) -> Iterator[None]:
         capture.inside_attention = False
 
 
-def _may_compute(capture: AttentionCapture, how: Implementation, arguments: Arguments, function: Any) -> bool:
+def _may_compute(capture: AttentionCapture, function: Any, how: Implementation, arguments: Arguments) -> bool:
     """Whether the attention may be computed in one pass with what is measured: if its function is transformers' own
     sdpa, whose arguments say what it computes, or an eager one that was found to compute what they say."""
     options = arguments.options
-    if options.get("dropout"):
+    if options.get("dropout") or (how.trusted and options.get("softcap") is not None):  # (sdpa refuses a softcap)
+        return False
+    if not how.trusted and how.masks != "eager":
+        return False
+    given = [*arguments[1:5], options.get("position_bias")]
+    if not how.trusted:  # (an eager function may read all of them, and its module's own, as sinks)
+        given += [*options.values(), *arguments.module._parameters.values()]
+    # (This is no handler of torch functions: the capture's own mode is on, but in closed modules.)
+    modes = 0 if capture.closed.is_running else 1
+    if not capture.may_compute(*(x for x in given if isinstance(x, Tensor)), modes=modes):
         return False
     if how.trusted:
-        if options.get("softcap") is not None:  # (it refuses a softcap)
-            return False
-    elif how.masks != "eager" or not eager_functions.may_be_tried(capture, function, arguments):
-        return False
-    given = (arguments.query, arguments.key, arguments.value, arguments.mask, options.get("position_bias"))
-    # (This is no handler of torch functions: the capture's own mode is on, but in closed modules.)
-    may = capture.may_compute(*(x for x in given if isinstance(x, Tensor)), modes=0 if capture.closed.is_running else 1)
-    return may and (how.trusted or eager_functions.agrees(function, arguments, partial(_trial_error, how)))
-
-
-def _is_known_eager(
-    capture: AttentionCapture,
-    function: Any,
-    how: Implementation,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> bool:
-    """Whether a function is an eager one that was found to compute what such arguments say."""
-    if how.masks != "eager" or len(args) != 4 or not capture.plans_layers:
-        return False
-    arguments = Arguments.of(module, args, kwargs)
-    return eager_functions.is_known(function, arguments) and eager_functions.may_be_tried(capture, function, arguments)
+        return True
+    error = partial(_trial_error, how)
+    tried = eager_functions.may_be_tried(capture, function, arguments)
+    return tried and eager_functions.agrees(function, arguments, error)
 
 
 def _trial_error(how: Implementation, trial: Arguments, out: Tensor) -> float:
@@ -364,7 +357,10 @@ def _matching(call: Call, others: Iterator[Call], output: Tensor, weights: Any) 
     if isinstance(weights, Tensor) and weights.shape == call.shape:
         v = call.v.repeat_interleave(call.shape[1] // call.v.shape[1], 1)
         if weights.shape[3] == v.shape[2] and torch.allclose(
-            weights.to(v.dtype) @ v, output.to(v.dtype), rtol=0.0, atol=tolerance * float(v.abs().amax())
+            weights.to(v.dtype) @ v,
+            output.to(v.dtype),
+            rtol=0.0,
+            atol=tolerance * float(v.abs().nan_to_num(0.0).amax()),
         ):
             return weights
     return None

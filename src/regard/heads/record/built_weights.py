@@ -25,7 +25,7 @@ _LEAST = torch.finfo(torch.float32).tiny
 
 def call_of_weights(weights: Tensor, band: Mask | None = None) -> Call | None:
     """A call with these weights (B, H, N, M) for the native kernel, if they are a softmax; None if it does not serve
-    it. `band`: a mask that hides nothing but weights of 0.
+    it. (Negative weights count as 0.) `band`: a mask that hides nothing but weights of 0.
 
     >>> call = call_of_weights(torch.tensor([[[[0.25, 0.75], [1.0, 0.0]]]]))
     >>> None if call is None else call.shape

@@ -52,6 +52,7 @@ no_library = pytest.mark.skipif(native_library.load() is None, reason="the nativ
 def who(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Who multiplies: what is one's on some CPUs is tested on all."""
     monkeypatch.setattr(regard.projections, "_mkl_is_fast", lambda: False)
+    monkeypatch.setattr(regard.projections, "_torch_is_slow", lambda x: False)
     ours = request.param == "ours"
     monkeypatch.setattr(native_products, "rows_served", lambda dtype: EVERY if ours and dtype in OURS else range(0))
     monkeypatch.setattr(regard.onednn, "packs", lambda dtype: not ours and dtype in regard.onednn.dtypes())

@@ -1,4 +1,4 @@
-"""`project_each` where gradients are wanted: values and gradients as torch's, of first and second order, and no more is
+"""Projections where gradients are wanted: values and gradients as torch's, of first and second order, and no more is
 kept for the backward pass."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import regard
 import regard.projections
 from regard.kernels import native_library, native_products
-from regard.projections import project_each
+from regard.projections import project, project_each
 
 IN, OUTS, ROWS = 59, (53, 31, 37), 101
 LEAVES = [(part, i) for part in ("weight", "bias") for i in range(3)]
@@ -32,6 +32,13 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_products, "rows_served", lambda dtype: range(1, 1 << 40) if dtype in ours else range(0))
     monkeypatch.setattr(regard.projections, "_LARGE", 1)
     monkeypatch.setattr(regard.projections, "_WORTHWHILE", 1)
+    monkeypatch.setattr(regard.projections, "_torch_is_slow", lambda x: False)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a CPU of which torch uses half."""
+    monkeypatch.setattr(regard.projections, "_torch_is_slow", lambda x: x.dtype is torch.float32)
 
 
 def new(*, bias: bool = True, dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, ...]:
@@ -262,6 +269,69 @@ def test_small_weights_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regard.projections, "_LARGE", total + 1)
     assert not is_ours(project_each(linears, x)[0])
     assert outs_and_gradients(project_each, linears, x)[0].equal(outs_and_gradients(each, linears, x)[0])
+
+
+FOLLOWERS: list[dict[str, Any]] = [
+    {},
+    {"activation": "gelu"},
+    {"activation": "tanh"},
+    {"add": rows(ROWS, OUTS[0], seed=3)},
+    {"times": rows(ROWS, OUTS[0], seed=3)},
+]
+
+
+@pytest.mark.usefixtures("slow")
+@pytest.mark.parametrize("follower", FOLLOWERS, ids=["", "gelu", "tanh", "add", "times"])
+def test_one_alone_where_torch_is_slow(follower: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, x = new()[0], rows().requires_grad_()
+    leaves = [x, linear.weight, linear.bias]
+    out = project(linear, x, **follower)
+    received = [out, *torch.autograd.grad(out.square().sum(), leaves, create_graph=True)]
+    assert is_ours(project(linear, x))
+    monkeypatch.setattr(regard.projections, "_torch_is_slow", lambda x: False)
+    out = project(linear, x, **follower)
+    assert not is_ours(project(linear, x))
+    for ours, torchs in zip(received, [out, *torch.autograd.grad(out.square().sum(), leaves)], strict=True):
+        torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("slow")
+def test_one_alone_is_torchs_in_other_dtypes_and_without_gradients() -> None:
+    linear = new(dtype=torch.bfloat16)[0]
+    assert not is_ours(project(linear, rows(dtype=torch.bfloat16).requires_grad_()))
+    linear = new()[0]
+    assert is_ours(project(linear, rows()))  # its weights learn
+    assert project(linear.requires_grad_(False), rows()).grad_fn is None
+    with torch.no_grad():
+        assert project(new()[0], rows()).grad_fn is None
+
+
+@pytest.mark.usefixtures("slow")
+def test_hooks_see_one_alone() -> None:
+    linear, x, seen = new()[0], rows().requires_grad_(), []
+    linear.register_forward_hook(lambda *_: seen.append(1))
+    assert not is_ours(project(linear, x))
+    assert seen == [1]
+
+
+_TORCH_IS_SLOW = regard.projections._torch_is_slow
+
+
+def test_one_alone_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(regard.projections, "_torch_is_slow", _TORCH_IS_SLOW)
+    linear, x = new()[0], rows().requires_grad_()
+    compiled = torch.compile(lambda x: project(linear, x), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), project(linear, x))
+
+
+def test_smaller_weights_are_large_where_torch_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear, x = new()[0], rows().requires_grad_()
+    monkeypatch.setattr(regard.projections, "_LARGE", 8 * linear.weight.numel())
+    assert not is_ours(project_each((linear,), x)[0])
+    monkeypatch.setattr(regard.projections, "_torch_is_slow", lambda x: True)
+    assert is_ours(project_each((linear,), x)[0])
+    monkeypatch.setattr(regard.projections, "_LARGE", 8 * linear.weight.numel() + 8)
+    assert not is_ours(project_each((linear,), x)[0])
 
 
 def test_several_threads_learn_at_once() -> None:

@@ -30,7 +30,7 @@ from torch.nn.modules import module as torch_module
 
 from regard import onednn
 from regard.errors import bad_value
-from regard.kernels import native_products
+from regard.kernels import native_library, native_products
 from regard.kernels.precision import mixed_precision
 from regard.onednn import PLAIN, active_copy, is_plain
 from regard.tracing import has_foreign_function_mode, in_torch_func
@@ -98,7 +98,10 @@ def project(
         weight = _weight_for_onednn(linear, x, other)
         if weight is not None:
             return _by_onednn(weight, linear._parameters["bias"], x, activation, add, times)
-    out = linear(x)
+    if torch.is_grad_enabled() and _torch_is_slow(x) and _is_native((linear,), x, learning=True):
+        (out,) = _learning((linear,), x)
+    else:
+        out = linear(x)
     if activation is not None:
         return _named(activation)(out)
     return out + add if add is not None else out * times if times is not None else out
@@ -114,8 +117,7 @@ def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...
     if not _learns(x) and _is_native(linears, x):
         return tuple(_multiply(linears, x))
     if torch.is_grad_enabled() and _is_native(linears, x, learning=True):
-        weights = [linear._parameters["weight"] for linear in linears]
-        return _Learning.apply(x, *weights, *[linear._parameters["bias"] for linear in linears])  # type: ignore[return-value]
+        return _learning(linears, x)
     if _learns(x):
         return tuple([linear(x) for linear in linears])
     copy = None if torch.compiler.is_compiling() else active_copy(linears)
@@ -231,7 +233,7 @@ def _is_native(
 ) -> bool:
     """Whether our own library may multiply x by these weights, and it is worthwhile. Runs before every product: the
     cheapest checks come first. If `learning`, a gradient may be wanted: an autograd function of ours takes longer than
-    torch's, which only large weights outweigh."""
+    torch's, which only large weights outweigh, and smaller ones where torch is slow."""
     if type(x) not in PLAIN or torch.compiler.is_compiling():
         return False
     served = native_products.rows_served(x.dtype)
@@ -246,7 +248,9 @@ def _is_native(
     rows = numbers // width if width else 0
     narrow = x.dtype is not torch.float32
     least = 4 * _WORTHWHILE if narrow and rows == 1 else _WORTHWHILE  # (torch has a kernel of its own for such a row)
-    if rows not in served or numbers * outs < least or (learning and outs * width < _LARGE) or _is_observed():
+    if rows not in served or numbers * outs < least:
+        return False
+    if (learning and outs * width < (_LARGE >> 3 if _torch_is_slow(x) else _LARGE)) or _is_observed():
         return False
     if rows <= _FEWEST_ROWS and active_copy(linears) is not None:
         return False
@@ -267,6 +271,16 @@ def _multiply(
     weights = [linear._parameters["weight"] for linear in linears]
     biases = [linear._parameters["bias"] for linear in linears]
     return native_products.multiply(x, weights, biases, after, other)  # type: ignore[arg-type]
+
+
+def _torch_is_slow(x: Tensor) -> bool:
+    """Whether torch multiplies x with half of what the CPU can do: MKL does."""
+    return x.dtype is torch.float32 and native_library.is_zen5()
+
+
+def _learning(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...]:
+    weights, biases = ([linear._parameters[name] for linear in linears] for name in ("weight", "bias"))
+    return _Learning.apply(x, *weights, *biases)  # type: ignore[return-value]
 
 
 class _Learning(torch.autograd.Function):

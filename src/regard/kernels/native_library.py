@@ -242,5 +242,5 @@ def is_zen5() -> bool:
 
 # Compilers ask these and take the answer for a constant, instead of tracing into ctypes and files: this mark is
 # what `torch.compiler.assume_constant_result` sets, without its import of the compiler.
-for _constant in (why_not, has_amx, uses_tiles):
+for _constant in (why_not, has_amx, is_zen5, uses_tiles):
     _constant._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

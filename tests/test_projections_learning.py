@@ -20,6 +20,7 @@ import regard.projections
 from regard.kernels import native_library, native_products
 from regard.projections import project, project_each
 
+_TORCH_IS_SLOW = regard.projections._torch_is_slow
 IN, OUTS, ROWS = 59, (53, 31, 37), 101
 LEAVES = [(part, i) for part in ("weight", "bias") for i in range(3)]
 pytestmark = pytest.mark.skipif(native_library.load() is None, reason="the native kernel is not there")
@@ -312,9 +313,6 @@ def test_hooks_see_one_alone() -> None:
     linear.register_forward_hook(lambda *_: seen.append(1))
     assert not is_ours(project(linear, x))
     assert seen == [1]
-
-
-_TORCH_IS_SLOW = regard.projections._torch_is_slow
 
 
 def test_one_alone_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,8 +62,8 @@ _ONEDNN = {
 # Below so many multiply-adds torch is as fast or faster; oneDNN also with few rows for a weight that is not large.
 _WORTHWHILE = 1 << 18
 _FEW_ROWS, _LARGE, _VERY_LARGE = 32, 1 << 20, 1 << 21
-# A tensor between two products that is larger than so many bytes is made for at least so many rows at a time. (glibc
-# takes new pages for every tensor of more than 32 MB.)
+# A tensor between two products that would have more than _BETWEEN bytes is computed for _GROUP rows or more at a time:
+# glibc takes new pages from the system for every tensor above 32 MB.
 _BETWEEN, _GROUP = 32 << 20, 2048
 _FEWEST_ROWS = 4  # up to here oneDNN's product with a copy is faster than ours (bfloat16, AMD Zen 4)
 
@@ -99,7 +99,7 @@ def project(
         if weight is not None:
             return _by_onednn(weight, linear._parameters["bias"], x, activation, add, times)
     if torch.is_grad_enabled() and _torch_is_slow(x) and _is_native((linear,), x, learning=True):
-        (out,) = _learning((linear,), x)
+        (out,) = _multiply_with_gradients((linear,), x)
     else:
         out = linear(x)
     if activation is not None:
@@ -117,7 +117,7 @@ def project_each(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...
     if not _learns(x) and _is_native(linears, x):
         return tuple(_multiply(linears, x))
     if torch.is_grad_enabled() and _is_native(linears, x, learning=True):
-        return _learning(linears, x)
+        return _multiply_with_gradients(linears, x)
     if _learns(x):
         return tuple([linear(x) for linear in linears])
     copy = None if torch.compiler.is_compiling() else active_copy(linears)
@@ -141,9 +141,9 @@ def by_rows(
     x: Tensor,
     add: Tensor | None = None,
 ) -> Tensor:
-    """`compute(x, add)`, which projects each row by itself. Of a large x it is computed for groups of rows, where
-    nothing can tell: what lies between the projections is then small enough for memory that was used just before.
-    As one tensor it takes new pages of memory for every call, and the time to make them.
+    """`compute(x, add)`, which projects each row by itself. For a large x it is computed for groups of rows, where
+    nobody can tell the difference but by rounding: the tensors between the projections then fit into memory that the
+    group before has freed. For all rows at once they take new pages of memory in every call, and the time to map them.
 
     Args:
         compute: (B, N, in), (B, N, out) or None -> (B, N, out).
@@ -185,7 +185,7 @@ def _learns(x: Tensor) -> bool:
 def _groups(linears: tuple[nn.Linear, ...], x: Tensor, add: Tensor | None) -> int:
     """How many groups of rows to make. Runs before every call: the cheapest checks come first."""
     if torch.compiler.is_compiling() or torch._C._is_tracing() or has_foreign_function_mode():
-        return 1  # (whom the questions below would trouble, too)
+        return 1  # (they would see the questions below)
     if type(x) not in PLAIN or x.is_nested or x.dim() == 0:
         return 1
     rows = x.numel() // max(x.shape[-1], 1)
@@ -274,11 +274,11 @@ def _multiply(
 
 
 def _torch_is_slow(x: Tensor) -> bool:
-    """Whether torch multiplies x with half of what the CPU can do: MKL does."""
+    """Whether torch multiplies x, by MKL, with half of the vector width that the CPU has."""
     return x.dtype is torch.float32 and native_library.is_zen5()
 
 
-def _learning(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...]:
+def _multiply_with_gradients(linears: tuple[nn.Module, ...], x: Tensor) -> tuple[Tensor, ...]:
     weights, biases = ([linear._parameters[name] for linear in linears] for name in ("weight", "bias"))
     return _Learning.apply(x, *weights, *biases)  # type: ignore[return-value]
 

@@ -236,7 +236,7 @@ def is_intel() -> bool:
 
 
 def is_zen5() -> bool:
-    """Whether the CPU is AMD's and 512 bits wide (Zen 5 and later), of which MKL uses half."""
+    """Whether the CPU is AMD's, Zen 5 or later: 512 bits wide, of which MKL uses half. (Mobile ones: not measured.)"""
     return "AuthenticAMD" in _cpu_info() and "avx512_vp2intersect" in _cpu_info()
 
 

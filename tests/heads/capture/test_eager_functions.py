@@ -66,6 +66,23 @@ def at_home(f: Any, home: Any) -> Callable[..., Any]:
     return there
 
 
+def with_other_arguments(
+    does: Callable[..., Any],
+    home: Any,
+    *,
+    module: Callable[[nn.Module], nn.Module] = lambda module: module,
+    mask: Callable[[Tensor, Tensor], Tensor | None] = lambda mask, key: mask,
+) -> Callable[..., Any]:
+    """A function that hands on another module, or another mask (given the mask and the keys)."""
+
+    def eager(
+        own: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **kwargs: Any
+    ) -> Any:
+        return does(module(own), query, key, value, mask(attention_mask, key), scaling)
+
+    return at_home(eager, home)
+
+
 def run(model: nn.Module, given: dict[str, Any], **options: Any) -> tuple[Tensor, Tensor, regard.heads.Record]:
     """The output unwatched, watched, and the record."""
     with torch.no_grad():
@@ -121,14 +138,8 @@ def test_one_that_does_something_else_is_left_alone(name: str, monkeypatch: pyte
 def test_one_that_hides_nothing_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     model, given = hf_models.model("llama", "eager"), hf_models.inputs("llama")
-    does = function(modeling_llama, calls)
-
-    def eager(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **kwargs: Any
-    ) -> Any:
-        return does(module, query, key, value, None, scaling)
-
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", at_home(eager, modeling_llama))
+    eager = with_other_arguments(function(modeling_llama, calls), modeling_llama, mask=lambda mask, key: None)
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", eager)
     before, during, _ = run(model, given)
     assert sorted(set(calls)) == [5, TOKENS]  # it was tried
     assert calls.count(TOKENS) == 2 * LAYERS
@@ -155,13 +166,8 @@ def test_sinks_that_a_function_ignores(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     model, given = hf_models.model("gpt_oss", "eager"), hf_models.inputs("gpt_oss")
     does = function(modeling_gpt_oss, calls)
-
-    def eager(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **kwargs: Any
-    ) -> Any:
-        return does(nn.Module(), query, key, value, attention_mask, scaling)
-
-    monkeypatch.setattr(modeling_gpt_oss, "eager_attention_forward", at_home(eager, modeling_gpt_oss))
+    eager = with_other_arguments(does, modeling_gpt_oss, module=lambda module: nn.Module())
+    monkeypatch.setattr(modeling_gpt_oss, "eager_attention_forward", eager)
     before, during, _ = run(model, given)
     assert calls.count(TOKENS) == 2 * LAYERS
     assert torch.equal(before, during)
@@ -363,15 +369,10 @@ def test_keys_that_a_function_cuts_off_and_keys_that_it_does_not(monkeypatch: py
     calls: list[int] = []
     model, given = hf_models.model("llama", "eager"), hf_models.inputs("llama")
     does = function(modeling_llama, calls)
-
-    def cuts(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float, **kwargs: Any
-    ) -> Any:
-        return does(module, query, key, value, attention_mask[..., : key.shape[2]], scaling)
-
+    cuts = with_other_arguments(does, modeling_llama, mask=lambda mask, key: mask[..., : key.shape[2]])
     wide = torch.zeros(1, 1, TOKENS, TOKENS + 3).masked_fill(torch.ones(TOKENS, TOKENS + 3).triu(1).bool(), -1e9)
     given = {"input_ids": given["input_ids"], "attention_mask": wide.to(next(model.parameters()).dtype)}
-    monkeypatch.setattr(modeling_llama, "eager_attention_forward", at_home(cuts, modeling_llama))
+    monkeypatch.setattr(modeling_llama, "eager_attention_forward", cuts)
     before, during, _ = run(model, given)
     assert calls.count(TOKENS) == LAYERS
     torch.testing.assert_close(during, before, rtol=1e-5, atol=1e-5)

@@ -130,6 +130,19 @@ def _described(
                 capture, key, attention.attention, given, arguments.mask if any(True for _ in tensors) else None
             )
         return _result(capture, attention, arguments, compute)
+    return _by_its_own_function(capture, compute, how, arguments, call, candidates)
+
+
+def _by_its_own_function(
+    capture: AttentionCapture,
+    compute: Any,
+    how: Implementation,
+    arguments: Arguments,
+    call: Call,
+    others: Iterator[Call],
+) -> Any:
+    """The result of the function itself, measured beside it as the call that it agrees with. `others`: candidates
+    after `call`."""
     certain = how.trusted or bool(arguments.options.get("dropout"))
     if how.masks == "eager" and _can_skip_weights(capture, call, arguments.options):
         compute, certain = large_calls.eager_function(call), True
@@ -145,7 +158,7 @@ def _described(
     # An outer capture may have changed the output: then it cannot be compared.
     if not certain and not any(x.changes for x in huggingface.observers() if x is not capture):
         with capture.graph(), torch._C.DisableTorchFunction():
-            computed = _matching(call, candidates, output.detach(), rest[0] if rest else None)
+            computed = _matching(call, others, output.detach(), rest[0] if rest else None)
     if computed is None and not capture.changes:
         capture.not_seen(
             frame.name, f'{_other_function(how)}; model.set_attn_implementation("sdpa") or "eager" can be seen'

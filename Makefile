@@ -70,7 +70,7 @@ test-all: $(VENV)/.installed-test $(VENV)/.installed-notebooks $(VENV)/.installe
 	$(PYTEST) $(ARGS)
 
 # The numerical tests for each instruction set below the machine's own: torch's by ATEN_CPU_CAPABILITY, ours by REGARD_ISA.
-NUMERICAL := tests/kernels tests/conformance tests/test_measures.py tests/test_conventions.py tests/test_norms.py tests/test_projections.py tests/test_projections_learning.py
+NUMERICAL := tests/kernels tests/conformance tests/test_measures.py tests/test_conventions.py tests/test_norms.py tests/test_projections.py tests/test_projections_learning.py tests/heads/record/test_built_weights.py
 test-levels: $(VENV)/.installed-test
 	ATEN_CPU_CAPABILITY=default REGARD_ISA=portable $(PYTEST) -m "not slow" $(NUMERICAL) $(ARGS)
 	if grep -qw avx512f /proc/cpuinfo; then \
